@@ -14,6 +14,9 @@ ARGS ?=
 # One thread in each of two test processes: more threads on the small matrices of the tests only fight each other.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
+# Where it is set, every process that a command or a test starts compiles all it imports from source, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity bench-gpu-projection gpu clean
 

@@ -49,8 +49,8 @@ EACH_KIND = (
 )  # fmt: skip
 """One of each kind of attention, position, norm and experts. These run under three seeds, all the others under one: how requests
 come between one another is the scheduler's, and the kinds show it."""
-HERE = ("llama", "gemma2", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3")
-"""Those that run in the default tier, under one seed: windows and softcaps, learned positions, sinks, experts, latent KV."""
+HERE = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
+"""Those that run in the default tier, under one seed: windows and softcaps, sinks, experts, latent KV."""
 DRAFTED_HERE = ("llama", "gemma2", "deepseek_v3")
 """Those that are run with drafts in the default tier, too."""
 

@@ -129,6 +129,8 @@ def test_it_fits_right_after_it_was_measured_and_not_once_the_machine_is_slower(
     assert all(r["difference"] == pytest.approx(0.25, abs=0.08) for r in told["regions"])
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_a_profile_that_claims_thirty_times_the_speed_is_stale(
     measured: Profile, hardware: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

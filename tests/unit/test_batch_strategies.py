@@ -15,6 +15,7 @@ from runtime.batching.strategies.lookahead import Bounds, choose
 from runtime.batching.virtual import Served
 from runtime.errors import RejectedError
 from runtime.slo import SLO
+from tests.tiers import slow_but_for
 from tests.unit.batching_world import CAPACITY, SLO_400, core_of, latency, linear, poisson, run, share
 
 
@@ -194,7 +195,7 @@ def test_a_machine_that_gets_faster_again_is_not_written_off() -> None:
     assert sum(SLO_400.met(r) for r in late) >= 0.99 * len(late)
 
 
-@pytest.mark.parametrize("load", [0.05, 0.3, 0.7])
+@pytest.mark.parametrize("load", slow_but_for((0.3,), (0.05, 0.3, 0.7)))
 def test_with_a_price_for_each_call_waiting_pays(load: float) -> None:
     """Fewer calls than any static window that meets the SLO as well; and no fewer in time."""
     calls = {}

@@ -17,6 +17,7 @@ from runtime.knobs import KnobLimits
 from runtime.llm.core import StepOutcome
 from runtime.records import LimitedBy, StepRecord
 from runtime.step_model import TERMS, StepFeatures, Term
+from tests.tiers import slow_but_for
 
 pytestmark = pytest.mark.unit
 
@@ -147,6 +148,7 @@ def test_the_plan_covers_what_serving_will_ask() -> None:
     assert {p.prefill_tokens for p in behind} >= {32, 128, 512}
 
 
+@pytest.mark.slow
 def test_it_covers_the_pool_in_the_time_that_autotune_profile_gives_it() -> None:
     hardware = Formula(noise=0.02)
     engine = machine(hardware, limits=KnobLimits(max_batch_size=256))
@@ -168,7 +170,7 @@ def test_it_covers_the_pool_in_the_time_that_autotune_profile_gives_it() -> None
         assert model.predict(step) == pytest.approx(hardware.truth(step), rel=0.05), step
 
 
-@pytest.mark.parametrize(("times", "most_s", "off"), [(5, 32, 0.05), (20, 43, 1.0)])
+@pytest.mark.parametrize(("times", "most_s", "off"), slow_but_for(((20, 43, 1.0),), ((5, 32, 0.05), (20, 43, 1.0))))
 def test_a_slow_machine_fills_no_more_of_its_pool_than_it_has_time_for(times: int, most_s: float, off: float) -> None:
     """Without filling any of it these two took 30 and 43 s, and steps of serving were 25% and 413% off."""
 

@@ -237,6 +237,7 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
 
 
 @pytest.mark.usefixtures("few_items")
+@pytest.mark.slow
 def test_a_study_of_the_version_before_is_gone_on_with() -> None:
     """Its measurements had no number, for there was one of each, and it had planned how long each is."""
     ticking, study, requested = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
@@ -261,6 +262,7 @@ def test_a_study_of_the_version_before_is_gone_on_with() -> None:
 
 
 @pytest.mark.usefixtures("few_items")
+@pytest.mark.slow
 def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_takes() -> None:
     class Lasting(Tireless):
         def measure(self, *rest: Any, **options: Any) -> Measured:

@@ -163,6 +163,7 @@ def test_a_class_that_cannot_be_read_is_one_line(made: Profile, tmp_path: Path, 
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_tables_and_pages_show_attainment_by_class(made: Profile, tmp_path: Path) -> None:
     console = Console(width=200, file=io.StringIO())
     show(made, console)

@@ -34,6 +34,7 @@ from benchmarks.sweep import hardware as parts
 from runtime.knobs import Knobs
 from runtime.llm.plan import Chunk
 from runtime.step_model import StepFeatures
+from tests.tiers import slow_but_for
 
 STEP = StepFeatures(40, 60_000, 700, 900, 500_000, 2)
 RATES = Bench({**{str(load): 12.0 for load in LOADS}, "H200 conv-mlperf": 12.0})
@@ -227,8 +228,14 @@ class TestRun:
         assert stalling.met < calm.met
 
 
+CONTENDERS_HERE = ("vllm-1024-full", "aimd-order", "bisection-knobs", "gradient", "niyama-relegate", "predictive")
+"""Of the contenders one for each kind, in the default tier."""
+
+
 class TestContenders:
-    @pytest.mark.parametrize("name", [name for name in CONTENDERS if not name.startswith("static")])
+    @pytest.mark.parametrize(
+        "name", slow_but_for(CONTENDERS_HERE, (name for name in CONTENDERS if not name.startswith("static")))
+    )
     def test_each_serves_a_short_scenario_from_cold(self, name: str) -> None:
         outcome = run(SHORT, CONTENDERS[name].driver(()), 1, RATES)
         assert outcome.offered > 200

@@ -14,6 +14,7 @@ import pytest
 from autotune.cost.model import CostModel, fit_cost_model
 from autotune.profile.parts import CostFacts, StepPoint
 from runtime.step_model import TERMS, StepFeatures
+from tests.tiers import slow_but_for
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +91,7 @@ def worst(model: CostModel, hardware: Hardware) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", slow_but_for((0,), (0, 1)))
 def test_the_family_of_the_hardware_is_found_through_noise_and_stalls(family: str, seed: int) -> None:
     hardware = FAMILIES[family]
     model = fit_cost_model(measured(hardware, seed), seconds=12.5)

@@ -52,6 +52,7 @@ SLOW = (pytest.mark.slow,)
         pytest.param("llama", {"head_dim": 272, "hidden_size": 16}, True, marks=SLOW),  # larger than the kernel takes
     ],
 )
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str, Any], fused: bool) -> None:
     loaded = tiny(model_type, **changes)
     work = list(zip(prompts([3, 19, 8], seed=5), [3, 2, 3], strict=True))

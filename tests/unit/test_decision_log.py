@@ -21,6 +21,7 @@ from autotune.control.decision_log import Decision, DecisionLog, read_decisions
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.slo import SLO
+from tests.tiers import slow_but_for
 from tests.unit.control_world import SimulatedEngine, h200, poisson
 
 KNOBS = Knobs().as_dict()
@@ -148,7 +149,7 @@ if sys.argv[2] == "interrupted":
 """
 
 
-@pytest.mark.parametrize("how", ["interrupted", "ended"])
+@pytest.mark.parametrize("how", slow_but_for(("interrupted",), ("interrupted", "ended")))
 def test_all_is_written_when_the_program_ends_without_closing_it(tmp_path: Path, how: str) -> None:
     path = tmp_path / "log.jsonl"
     with subprocess.Popen(

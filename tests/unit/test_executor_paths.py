@@ -14,6 +14,7 @@ from runtime.torch_backend.cpu import decode_cache
 from runtime.torch_backend.cpu.backend import CPUAttention
 from runtime.torch_backend.cpu.decode_cache import DecodeCache
 from runtime.torch_backend.executor import TorchExecutor
+from tests.tiers import slow_but_for
 from tests.unit.executor_harness import prompts, reference, run, tiny
 
 KNOBS = Knobs(max_batch_size=6, token_budget=48, chunk_size=24)
@@ -43,7 +44,7 @@ def test_fast_and_generic_paths_agree(model_type: str, changes: dict[str, object
     assert outputs == run(generic, work, KNOBS)[0]
 
 
-@pytest.mark.parametrize("padding", [0, 20_000, 1 << 30])  # a class for each length, some, one
+@pytest.mark.parametrize("padding", slow_but_for((20_000,), (0, 20_000, 1 << 30)))  # a class for each length, some, one
 def test_classes_that_grow_with_their_rows(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
     monkeypatch.setattr(decode_cache, "GROWTH", 16)
     monkeypatch.setattr(decode_cache, "PADDING", padding)

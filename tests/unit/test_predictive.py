@@ -14,6 +14,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO, attainment
 from runtime.step_model import StepFeatures
+from tests.tiers import slow_but_for
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
 
 Arrivals = list[tuple[float, int, int]]
@@ -36,7 +37,9 @@ def share(hardware: object, slo: SLO, arrivals: Arrivals, knobs: Knobs, *, contr
 
 @pytest.mark.parametrize(
     ("hardware", "slo", "arrivals"),
-    [(h200, INTERACTIVE, GROWING_H200), (slow_cpu, RELAXED, GROWING_CPU)],
+    slow_but_for(
+        ((slow_cpu, RELAXED, GROWING_CPU),), ((h200, INTERACTIVE, GROWING_H200), (slow_cpu, RELAXED, GROWING_CPU))
+    ),
     ids=["H200, prompts grow", "CPU, prompts grow past capacity"],
 )
 def test_beats_the_defaults_and_nears_the_best_fixed_setting(hardware: object, slo: SLO, arrivals: Arrivals) -> None:

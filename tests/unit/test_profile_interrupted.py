@@ -63,14 +63,9 @@ class StopAt:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        ("validating", 150),
-        *(
-            pytest.param(*moment, marks=pytest.mark.slow)
-            for moment in [("simulating", 60), ("validating", 3), ("validating", 350)]
-        ),
-    ],
+    [("simulating", 60), ("validating", 3), ("validating", 150), ("validating", 350)],
 )
+@pytest.mark.slow
 def test_stopped_anywhere_the_same_question_goes_on(
     journal: Path, name: str, number: int, given: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

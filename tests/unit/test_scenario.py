@@ -20,6 +20,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures
+from tests.tiers import slow_but_for
 from tests.unit.jitter_cases import STALLS
 from tests.unit.simulated_profile import EVEN, TARGET, profiled, scenario
 
@@ -177,7 +178,7 @@ def test_capacity_is_where_the_share_crosses_the_target() -> None:
     assert len(told) == sum(s.tried for s in found.seeds) < 40
 
 
-@pytest.mark.parametrize("start", [0.01, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (17.0, 41.3, 1e4))])
+@pytest.mark.parametrize("start", slow_but_for((0.01,), (0.01, 17.0, 41.3, 1e4)))
 def test_where_the_search_begins_does_not_matter(start: float) -> None:
     knobs = Knobs(256, 0, 1024, 1024)
     found, usual = (Search.of(scenario(), (0, 1), 300).capacity("it", knobs, s) for s in (start, 30.0))
@@ -205,6 +206,7 @@ def test_an_slo_that_no_number_of_requests_violates_has_no_bound() -> None:
     assert search.best({"it": found}, {"other": Knobs(8, 0, 64, 64)}).setting is found
 
 
+@pytest.mark.slow
 def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> None:
     search = Search.of(scenario(), (0, 1), 100)
     first = search.capacity("first", Knobs(4, 0, 64, 64), 5.0)

@@ -20,6 +20,7 @@ from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass
 from runtime.tunable import SchedulerView
 from tests.examples import examples
+from tests.tiers import slow_but_for
 from tests.unit.jitter_cases import STALLS
 from tests.unit.reference_simulator import Reference, Request
 from tests.unit.simulated_cases import LIMITS, Case, Everything, RunMachine, case
@@ -113,7 +114,7 @@ def planned(step: StepRecord) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize("drafts", slow_but_for((True,), (False, True)), ids=["", "drafts"])
 def test_it_agrees_with_the_reference_event_by_event(drafts: bool) -> None:
     seen: dict[str, int] = dict.fromkeys(("preempted", "cached", "timeout", "drafted", "accepted"), 0)
     for number in CASES:
@@ -141,12 +142,7 @@ def test_it_agrees_with_the_reference_event_by_event(drafts: bool) -> None:
 
 @pytest.mark.parametrize(
     ("noise", "jitter"),
-    [
-        (0.0, None),
-        pytest.param(0.1, None, marks=pytest.mark.slow),
-        pytest.param(0.0, STALLS, marks=pytest.mark.slow),
-        (0.05, STALLS),
-    ],
+    slow_but_for(((0.05, STALLS),), ((0.0, None), (0.1, None), (0.0, STALLS), (0.05, STALLS))),
 )
 def test_fast_forward_changes_nothing(noise: float, jitter: JitterFacts | None) -> None:
     runs = steps = 0

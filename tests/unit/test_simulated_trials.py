@@ -111,7 +111,8 @@ class Obeying(Valley):
         return super().__call__(knobs, stop)
 
 
-@pytest.mark.parametrize("times", slow_but_for((2,), (2, 99)))
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [2, 99])
 def test_what_kills_its_process_is_tried_three_times(tmp_path: Path, times: int) -> None:
     log = tmp_path / "deaths"
     found = tried(Fatal(log, times), workers=2, trials=6)

@@ -178,6 +178,7 @@ def test_watching_ends_with_the_controller(attached: Control) -> None:
     assert out.rstrip().endswith("it has ended, or its controller has been detached")
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_is_one_picture(attached: Control) -> None:
     ours, theirs = pty.openpty()
     process = watching(terminal=theirs)
