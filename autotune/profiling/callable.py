@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from autotune.engines import callable_source
+from autotune.engines import Engine, callable_source
 from autotune.measure.evaluate import Interrupted, evaluate
-from autotune.measure.score import Score, score
+from autotune.measure.score import Score
 from autotune.profile import Machine
 from autotune.profile.callable import MOST_RATE, BatcherSetting, CallablePoint, items_per_s, why_rate
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, BatcherSpace, alike, choose, grid
@@ -35,15 +35,11 @@ from autotune.profiling.study import SweepStudy
 from autotune.profiling.subject import Subject
 from autotune.profiling.target import Calibrated, Load, Measured, Proposals
 from autotune.profiling.timing import CALIBRATE_S, Meter, Schedule
+from autotune.simulate.batcher import SimulatedBatcher
 from autotune.version import __version__
-from autotune.workload import Workload, parse_workload, prompt_ids
-from autotune.workload.replay import ReplayReport
-from runtime.batching.accounts import call_record
-from runtime.batching.core import BatchCore
+from autotune.workload import Workload, parse_workload
 from runtime.batching.groupings import Grouping
-from runtime.batching.item import Call, Item
-from runtime.batching.strategies import strategy_of
-from runtime.batching.virtual import serve
+from runtime.batching.item import Call
 from runtime.clock import Clock, MonotonicClock
 from runtime.slo import SLO
 
@@ -214,18 +210,7 @@ class CallableTarget:
         }
         engine = callable_source(self.subject.function, self.subject.inputs, options).start(setting.knobs)
         try:
-            found = evaluate(
-                engine,
-                None,
-                ITEMS.at_rate(load.rate),
-                setup.slo,
-                vocab_size=len(self.subject.inputs),
-                seed=load.seed,
-                duration=load.window_s,
-                warmup=load.warmup_s,
-                label=label,
-                stop=stop,
-            )
+            found = offered_to(engine, len(self.subject.inputs), load, setup.slo, label=label, stop=stop)
         finally:
             engine.close(drain=False)
         return Measured(found)
@@ -287,39 +272,31 @@ class CallSimulator:
 
     def served(self, setting: BatcherSetting, load: Load) -> Score:
         """What comes of ``load`` under ``setting``."""
-        cost = self.cost
-        grouping = copy.deepcopy(self.grouping)  # one that holds nothing yet
-        core = BatchCore(
-            strategy_of(setting.strategy), grouping, slo=self.slo, knobs=setting.knobs, workers=cost.workers
-        )
-        scatter = random.Random(load.seed)
+        cost, scatter = self.cost, random.Random(load.seed)
 
         def service(call: Call) -> float:
             return cost.price.of(len(call.items), call.cost) * scatter.choice(cost.ratios)
 
-        slowdown = cost.slowdown if cost.workers > 1 else None
-        served = serve(core, items(load, self.costs), service, slowdown=slowdown)
-        end = load.warmup_s + load.window_s
-        return score(
-            [r for r in served.records if r.arrival >= load.warmup_s],
-            self.slo,
-            setting=setting.knobs,
-            epoch=core.epoch,
-            seed=load.seed,
-            rate=load.rate,
-            start=load.warmup_s,
-            duration=load.window_s,
-            tokens=0,
-            steps=[call_record(c, len(c.items)) for c in served.calls if load.warmup_s <= c.start < end],
-            report=ReplayReport(len(served.records), 0.0, end, 0.0, 0.0, 0.0, 0.0, False),
-            wall_s=end,
+        engine = SimulatedBatcher(
+            service,
+            self.costs,
+            strategy=setting.strategy,
+            grouping=copy.deepcopy(self.grouping),  # one that holds nothing yet
+            slo=self.slo,
+            knobs=setting.knobs,
+            workers=cost.workers,
+            slowdown=cost.slowdown if cost.workers > 1 else None,
         )
+        return offered_to(engine, len(self.costs), load, self.slo)
 
 
-def items(load: Load, costs: Sequence[int]) -> list[Item]:
-    """What a measurement of ``load`` sends of inputs of ``costs``."""
-    arrivals = ITEMS.at_rate(load.rate).arrivals(load.seed, duration=load.warmup_s + load.window_s)
-    return [Item(None, a.time, costs[prompt_ids(a, len(costs), load.seed)[0]]) for a in arrivals]
+def offered_to(engine: Engine, inputs: int, load: Load, slo: SLO, **options: Any) -> Score:
+    """What comes of ``load`` of so many ``inputs``, live or in virtual time. ``options`` are those of
+    :func:`~autotune.measure.evaluate.evaluate`."""
+    return evaluate(
+        engine, None, ITEMS.at_rate(load.rate), slo,
+        vocab_size=inputs, seed=load.seed, duration=load.window_s, warmup=load.warmup_s, **options,
+    )  # fmt: skip
 
 
 # -- the session ----------------------------------------------------------------------------------------------------------

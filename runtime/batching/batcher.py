@@ -59,6 +59,8 @@ class Batcher(TunableBatcher):
     Use from threads and event loops alike, and as a context manager. Wrong values raise ``ValueError``.
     """
 
+    _pool: Pool
+
     def __init__(
         self,
         fn: Callable[..., Any] | None = None,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from runtime.batching.pool import Pool
+from runtime.batching.core import BatchCore
 from runtime.batching.strategies import Strategy
+from runtime.clock import Clock
 from runtime.errors import EngineClosedError
+from runtime.listeners import Listeners
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
@@ -18,10 +21,30 @@ from runtime.tuning import Tuning
 T = TypeVar("T")
 
 
+class Tuned(Protocol):
+    """What runs the calls of ``core``, as far as tuning goes: ``lock`` is held for every change, and :meth:`wake` follows it."""
+
+    closed: bool
+
+    @property
+    def core(self) -> BatchCore: ...
+
+    @property
+    def lock(self) -> threading.Lock: ...
+
+    @property
+    def listeners(self) -> Listeners: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def wake(self) -> None: ...
+
+
 class TunableBatcher(Tuning):
     """Its knobs are ceilings for the adaptive strategy; they are what the others do exactly."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Tuned) -> None:
         super().__init__(pool.core.settings, pool.listeners, pool.clock, pool.core.slos)
         self._pool = pool
 

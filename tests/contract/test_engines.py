@@ -25,6 +25,7 @@ from autotune.engines import Engine, EngineSource, VirtualEngine, adapt, virtual
 from autotune.engines.callable import CallableSource
 from autotune.engines.own import OwnSource
 from autotune.measure.evaluate import evaluate
+from autotune.simulate.batcher import SimulatedBatcher
 from autotune.workload import Arrival, parse_workload
 from runtime import Batcher, EngineClosedError, LeaseError, RejectedError, batch
 from runtime.knobs import KNOBS, KnobLimits, Knobs
@@ -86,10 +87,20 @@ def _callable(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] 
     return CallableSource(work, list(range(1, 33)), options).start(knobs, limits)
 
 
+def _simulated_callable(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
+    slos = {"default": PATIENT, **{one.name: one.slo for one in classes}}
+    first = Knobs(**{s.name: getattr(knobs if s.batcher else limits, s.name) for s in KNOBS})
+    return SimulatedBatcher(
+        lambda call: 0.001 * len(call.items), range(1, 33), strategy="dynamic", slo=slos, limits=limits, knobs=first,
+        failure=lambda item: "at fault" if item.cost == FAULTY else "",
+    )  # fmt: skip
+
+
 ENGINES: dict[str, Callable[..., Engine]] = {
     "own": _own,
     "simulated": _simulated,
     "callable": _callable,
+    "simulated callable": _simulated_callable,
 }
 if find_spec("vllm") is not None:
     from tests.vllm_fakes import vllm_engine

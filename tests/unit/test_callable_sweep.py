@@ -18,16 +18,25 @@ from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
 from autotune.profile.callable import BatcherSetting, CallablePoint, load_callable_profile
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
-from autotune.profiling.callable import CallableSession, CallableSetup, CallableTarget, CallSimulator, items, ranked
+from autotune.profiling.callable import (
+    CallableSession,
+    CallableSetup,
+    CallableTarget,
+    CallSimulator,
+    offered_to,
+    ranked,
+)
 from autotune.profiling.calls import measure_calls
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, callable_point
 from autotune.profiling.reporting import Silent
 from autotune.profiling.target import Load, Measured
+from autotune.simulate.batcher import SimulatedBatcher
 from autotune.workload import parse_workload, prompt_ids
 from runtime import SLO, Batcher, InputError
 from runtime.clock import VirtualClock
 from runtime.knobs import KNOBS
+from tests.fakes import Records
 from tests.unit.callable_world import (
     Ticking,
     calibrated,
@@ -150,12 +159,16 @@ def test_runs_of_one_setting_make_one_point() -> None:
 
 
 def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
+    """The live batcher, and the simulated one: by the same arrivals the same inputs come."""
     load, costs = Load(50.0, 3, 4.0, 1.0), [10, 20, 30]
     sent = list(parse_workload("poisson:rate=50,prompt=1,output=1").arrivals(3, duration=5.0))
-    found = items(load, costs)
-    assert [i.arrival for i in found] == [a.time for a in sent]
-    assert [i.cost for i in found] == [costs[prompt_ids(a, 3, 3)[0]] for a in sent]
-    assert {i.cost for i in found} == {10, 20, 30}
+    batcher, heard = SimulatedBatcher(lambda call: 0.001, costs, slo=SLO(e2e_ms=1000)), Records()
+    batcher.subscribe(heard)
+    assert offered_to(batcher, 3, load, SLO(e2e_ms=1000)).offered == sum(a.time >= 1.0 for a in sent)
+    found = [heard.of[f"run-{number}"] for number in range(len(sent))]
+    assert [r.arrival for r in found] == [a.time for a in sent]
+    assert [r.prompt_tokens for r in found] == [costs[prompt_ids(a, 3, 3)[0]] for a in sent]
+    assert {r.prompt_tokens for r in found} == {10, 20, 30}
 
 
 def _point(setting: BatcherSetting, met: int, p99: float) -> CallablePoint:

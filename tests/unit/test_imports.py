@@ -27,7 +27,7 @@ ROOMS = (
 ENGINES = {
     "runtime.llm.engine", "runtime.llm.loop", "runtime.llm.tuning.TunableEngine", "runtime.batching.batcher",
     "runtime.batching.decorator",
-    "runtime.batching.pool", "runtime.batching.tuning", "runtime.Engine", "runtime.Batcher", "runtime.batch",
+    "runtime.batching.pool", "runtime.Engine", "runtime.Batcher", "runtime.batch",
 }  # fmt: skip
 """What is measured and tuned, by name. What simulates a batcher or times its calls takes its parts (core, strategies, calls),
 and is no business of this rule."""
