@@ -67,8 +67,8 @@ def serve(
         served.records.append(item_record(item, reason, now, core.epoch, cause))
 
     while True:
-        pace = slowdown(len(running)) if slowdown is not None and running else 1.0
-        first_end = now + max(0.0, min((work.left for work in running), default=inf)) * pace
+        factor = slowdown(len(running)) if slowdown is not None and running else 1.0
+        first_end = now + max(0.0, min((work.left for work in running), default=inf)) * factor
         arrival = inf if following is None else following.arrival
         event = todo[0][0] if todo else inf
         when = min(first_end, arrival, event, core.expiries.next)
@@ -84,7 +84,7 @@ def serve(
             core.state.closing = True
         else:
             for work in running:
-                work.left -= (when - now) / pace
+                work.left -= (when - now) / factor
             now = when
         for _, _, do in [heapq.heappop(todo) for _ in range(sum(entry[0] <= now for entry in todo))]:
             do(now)
