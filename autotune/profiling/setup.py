@@ -1,7 +1,7 @@
 """The load and the SLO a machine is profiled under, drawn from what the calibration measured.
 
 The length scale, the SLO when none was given, the first guess of the knobs and the rate are each a small function of step
-costs and lengths; docs/how-to/profile.md says why each rule is as it is.
+costs and lengths; docs/concepts/profiling.md says why each rule is as it is.
 """
 
 from __future__ import annotations
