@@ -172,10 +172,10 @@ def budgets(model: StepModel, truth: Truth, steps: Sequence[Step]) -> Budgets:
     ratios, missed = [], 0
     for step in steps:
         target = max(_TARGET_S, 1.5 * truth.step_seconds(*step))
-        told_, true = largest_chunk(model, step, target), largest_chunk(truth, step, target)
-        if told_ and true:
-            ratios.append(told_ / true)
-            missed += truth.step_seconds(step.decodes, step.context, [(0, told_)]) > 1.1 * target
+        predicted, true = largest_chunk(model, step, target), largest_chunk(truth, step, target)
+        if predicted and true:
+            ratios.append(predicted / true)
+            missed += truth.step_seconds(step.decodes, step.context, [(0, predicted)]) > 1.1 * target
     return Budgets(statistics.median(ratios), missed / len(ratios)) if ratios else Budgets(math.nan, math.nan)
 
 

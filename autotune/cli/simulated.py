@@ -280,7 +280,7 @@ def _off(profile: Profile) -> tuple[str, ...]:
 
 
 def _undrafted(given: dict[str, float], may_draft: bool) -> tuple[str, ...]:
-    """A clause where drafts are asked for and none is simulated."""
+    """A clause where drafts are requested and none is simulated."""
     drafts = given.get("draft_tokens", 0)
     if not drafts or may_draft:
         return ()

@@ -24,7 +24,7 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
 
 MOST_RATE = 1000.0
-"""Items/s that are offered unless asked for: one process sends these on time."""
+"""Items/s that are offered unless a rate is given: one process sends these on time."""
 
 StrategyName = Literal["adaptive", "dynamic"]
 

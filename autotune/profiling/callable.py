@@ -29,7 +29,7 @@ from autotune.profiling.reporting import Reporter
 from autotune.profiling.session import Sweep
 from autotune.profiling.setup import Comparison
 from autotune.profiling.simulator import PAIRED
-from autotune.profiling.stages.candidates import Candidate, around, candidate, kept_candidates
+from autotune.profiling.stages.candidates import Candidate, around, candidate, stored_candidates
 from autotune.profiling.stages.validation import Validation
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.subject import Subject
@@ -53,7 +53,7 @@ _CALIBRATING, _SIMULATING = 0.15, 0.15  # of the budget
 SIMULATED_WARM_UP = 0.1  # of a simulated window
 _SIMULATED_ITEMS = 2000
 _SLO_CALLS = 10  # the SLO in calls of one item, unless it is given
-_MEASURED, _RUNS = 4, 2  # settings, unless a number is asked for, and runs that windows are sized for of each
+_MEASURED, _RUNS = 4, 2  # settings, unless a number is requested, and runs that windows are sized for of each
 _SEEDS = 6  # to measure under
 _SHORT_S = 5.0  # to measure a setting: where there is less, fewer are
 _SHORTEST_S, _LONGEST_S, _UNBOUNDED_S = 0.5, 60.0, 6.0  # of a window; the latter where there is no budget
@@ -374,7 +374,7 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         def simulated() -> list[Candidate]:
             return [candidate(str(setting), setting, around(context, setup), setup) for setting in chosen]
 
-        return kept_candidates(context, f"candidates/{setup.rate:g}/{setup.speed:.6f}", simulated)
+        return stored_candidates(context, f"candidates/{setup.rate:g}/{setup.speed:.6f}", simulated)
 
 
 def _digest(paths: Sequence[Path]) -> str:

@@ -260,7 +260,7 @@ class Objective:
 
     @property
     def shares(self) -> str:
-        """The attainments that are asked for, in words: ``99%``, or ``99% of chat and 90% of batch``."""
+        """The attainments that the SLOs require, in words: ``99%``, or ``99% of chat and 90% of batch``."""
         if not self.classes:
             return f"{self.slo.attainment * 100:g}%"
         return " and ".join(f"{one.slo.attainment * 100:g}% of {one.name}" for one in self.classes)
@@ -394,7 +394,7 @@ class Objective:
     def capacity(self, tried: Sequence[Point]) -> Point | None:
         """The point of the highest rate not refuted below every rate that was (None: none).
 
-        Rates are those that came in: with few requests they may be far from, and in another order than, those asked for.
+        Rates are those that came in: with few requests they may be far from, and in another order than, those requested.
         """
         missed = min((p.offered_rate for p in tried if self.refuted(p)), default=inf)
         below = [p for p in tried if not self.refuted(p) and p.offered_rate < missed]

@@ -1,7 +1,7 @@
 """The load and the SLO a machine is profiled under, drawn from what the calibration measured.
 
 The length scale, the SLO when none was given, the first guess of the knobs and the rate are each a small function of step
-costs and lengths; docs/how-to/profile.md says why each rule is as it is.
+costs and lengths; docs/concepts/profiling.md says why each rule is as it is.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def fitted_knobs(
     tpot = min((t for t in (slo.tpot_ms, slo.itl_ms) if t is not None), default=50.0) / 1000
     slots = _power_of_two(rate * mean_output * tpot * 0.8 + 2)
     low, high = 16, most
-    while low < high:  # the largest prompt whose step beside a full batch keeps the target
+    while low < high:  # the largest prompt whose step beside a full batch meets the target
         middle = (low + high + 1) // 2
         fits = cost.predict(typical_step(slots, middle, mean_context)) <= 0.9 * tpot
         low, high = (middle, high) if fits else (low, middle - 1)

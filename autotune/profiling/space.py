@@ -47,7 +47,7 @@ class SearchSpace:
     pinned: Mapping[str, float]
     ranges: Mapping[str, tuple[float, float]]
     limits: KnobLimits
-    ours: frozenset[str] = frozenset()  # ranges nobody asked for, free to be narrowed
+    ours: frozenset[str] = frozenset()  # ranges nobody requested, free to be narrowed
     stock: Knobs = VLLM_DEFAULTS
 
     def narrowed(self, fitted: Knobs) -> SearchSpace:
@@ -106,7 +106,7 @@ class SearchSpace:
         )
 
     def allows(self, knobs: Knobs) -> bool:
-        """Whether ``knobs`` keep to what was asked for: pins, and ranges that are not our own."""
+        """Whether ``knobs`` keep to what was requested: pins, and ranges that are not our own."""
         values = knobs.as_dict()
         return all(values[name] == value for name, value in self.pinned.items() if name not in self.ours) and all(
             low <= values[name] <= high for name, (low, high) in self.ranges.items() if name not in self.ours

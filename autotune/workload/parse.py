@@ -154,8 +154,8 @@ def _scaled(workload: Workload, options: Options) -> Workload:
     if "rate" in options and "time" in options:
         raise InputError("rate and time are both given; give one")
     rate = options.number("rate", None)
-    paced = workload if rate is None else workload.at_rate(rate)
-    scaled = paced.scaled(
+    at_rate = workload if rate is None else workload.at_rate(rate)
+    scaled = at_rate.scaled(
         time=options.number("time", 1.0),
         length=options.number("length", 1.0),
         cap_prompt=options.whole("cap_prompt", None),

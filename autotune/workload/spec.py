@@ -1,6 +1,6 @@
 """What a workload is: requests with times and lengths, made from a seed, scaled to the machine.
 
-A :class:`Source` makes requests at their natural pace and size. A :class:`Workload` is a source with a name and four
+A :class:`Source` makes requests at their natural rate and size. A :class:`Workload` is a source with a name and four
 transforms (time, length, two caps), so that presets, synthetic mixes and replayed traces are scaled by the same code.
 """
 
@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
 
 class Source(Protocol):
-    """Makes requests, in order of time, at natural pace and size."""
+    """Makes requests, in order of time, at natural rate and size."""
 
     @property
     def rate(self) -> float:

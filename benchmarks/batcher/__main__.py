@@ -13,7 +13,7 @@ Run ``python -m benchmarks.batcher``; ``--quick`` takes one short round; ``--onl
 
 - ``attainment_vs_best_peer_min``: least difference, over the loads, of our attainment and the best peer's;
 - ``attainment_at_0.9``: our least attainment at the loads up to 0.9;
-- ``overload_vs_ideal_min``: our share in time ÷ (capacity ÷ load), at 1.05 and 1.3, the lesser;
+- ``overload_vs_ideal_min``: our attainment ÷ (capacity ÷ load), at 1.05 and 1.3, the lesser;
 - ``idle_p50_ratio``: our p50 at 0.05 ÷ the bare 22 ms; over HTTP, HTTP included;
 - ``burst_recovery_s``: from the end of the burst until p50 is within 10% of what it was before it;
 - the same for the virtual service as ``virtual_…``, against the rules, and the least margin in each harder case.
@@ -41,7 +41,7 @@ WARM_UP_S = 3.0
 
 
 class Run(NamedTuple):
-    """One contender, one load, one round: share in time, p50 and p99 of what was answered (s), and the client's lateness."""
+    """One contender, one load, one round: attainment, p50 and p99 of what was answered (s), and the client's lateness."""
 
     attainment: float
     p50: float
@@ -68,9 +68,9 @@ def judge(account: Account, start: float, stop: float = inf) -> Run:
         if start <= due < stop
     ]
     answered = sorted(latency for latency, status in chosen if status == 200) or [inf]
-    kept = sum(status == 200 and latency <= SLO_S for latency, status in chosen) / max(1, len(chosen))
+    attainment = sum(status == 200 and latency <= SLO_S for latency, status in chosen) / max(1, len(chosen))
     return Run(
-        kept,
+        attainment,
         answered[len(answered) // 2],
         answered[min(len(answered) - 1, int(0.99 * len(answered)))],
         account.late_p99_s,
@@ -107,20 +107,20 @@ def over_http(contenders: Sequence[Contender], seconds: float, rounds: int, load
 def burst_of(accounts: Sequence[Account]) -> Burst:
     """Every round of a contender's burst, together."""
     over = CALM_S + BURST_S
-    before, after, kept = [], [], []
+    before, after, attainments = [], [], []
     for account in accounts:
-        kept.append(judge(account, CALM_S, over).attainment)
+        attainments.append(judge(account, CALM_S, over).attainment)
         for due, latency, status in zip(account.due, account.latency, account.status, strict=True):
             if 2.0 <= due < CALM_S:
                 before.append(latency)
             elif due >= over:
                 after.append((due - over, latency if status == 200 else inf))
     calm = statistics.median(before)
-    return Burst(calm, statistics.median(kept), recovery(calm, after))
+    return Burst(calm, statistics.median(attainments), recovery(calm, after))
 
 
 def show_http(found: OverHttp, contenders: Sequence[Contender]) -> None:
-    print(f"\nOver HTTP: share in time (range), p50 / p99 ms; SLO {SLO_S * 1e3:.0f} ms, capacity {CAPACITY:.0f}/s")
+    print(f"\nOver HTTP: attainment (range), p50 / p99 ms; SLO {SLO_S * 1e3:.0f} ms, capacity {CAPACITY:.0f}/s")
     for contender in contenders:
         print(f"  {contender.name}: {contender.settings}; HTTP alone {found.bare[contender.name] * 1e3:.1f} ms")
     names = list(found.runs)
@@ -129,9 +129,9 @@ def show_http(found: OverHttp, contenders: Sequence[Contender]) -> None:
         row = []
         for name in names:
             runs = found.runs[name][load]
-            kept = [run.attainment for run in runs]
+            met = [run.attainment for run in runs]
             p50, p99 = (statistics.median(getattr(run, part) for run in runs) * 1e3 for part in ("p50", "p99"))
-            row.append(f"{statistics.median(kept):.4f} ({min(kept):.3f}–{max(kept):.3f}) {p50:.1f} / {p99:.0f}")
+            row.append(f"{statistics.median(met):.4f} ({min(met):.3f}–{max(met):.3f}) {p50:.1f} / {p99:.0f}")
         print(f"{load:6}  " + "".join(f"{text:36}" for text in row), flush=True)
     for name, burst in found.bursts.items():
         print(f"  burst, {name}: {tell_burst(burst)}")
@@ -141,15 +141,17 @@ def show_http(found: OverHttp, contenders: Sequence[Contender]) -> None:
 
 def tell_burst(burst: Burst) -> str:
     back = "not back while watched" if burst.recovery_s == inf else f"back within {burst.recovery_s:.1f} s"
-    return f"p50 {burst.before * 1e3:.1f} ms before, {burst.attainment:.3f} in time during it, p50 {back}"
+    return f"p50 {burst.before * 1e3:.1f} ms before, attainment {burst.attainment:.3f} during it, p50 {back}"
 
 
-def summary(kept: dict[str, dict[float, float]], idle_p50: float, bursts: dict[str, Burst]) -> dict[str, float]:
-    """The five figures: ours against everybody else in ``kept``."""
-    ours = kept["ours"]
-    others = [name for name in kept if name != "ours"]
+def summary(attainments: dict[str, dict[float, float]], idle_p50: float, bursts: dict[str, Burst]) -> dict[str, float]:
+    """The five figures: ours against everybody else in ``attainments``, by contender and load."""
+    ours = attainments["ours"]
+    others = [name for name in attainments if name != "ours"]
     return {
-        "attainment_vs_best_peer_min": min(ours[load] - max(kept[name][load] for name in others) for load in ours),
+        "attainment_vs_best_peer_min": min(
+            ours[load] - max(attainments[name][load] for name in others) for load in ours
+        ),
         "attainment_at_0.9": min(share for load, share in ours.items() if load <= 0.9),
         "overload_vs_ideal_min": min(ours[load] * load for load in ours if load > 1),
         "idle_p50_ratio": idle_p50 / BARE_S,
@@ -158,7 +160,7 @@ def summary(kept: dict[str, dict[float, float]], idle_p50: float, bursts: dict[s
 
 
 def show_case(case: Case, cells: dict[str, dict[float, Cell]]) -> None:
-    print(f"\n{case.name}: {case.about}; capacity {case.capacity:.0f}/s; share in time, p50 / p99 ms, items a call")
+    print(f"\n{case.name}: {case.about}; capacity {case.capacity:.0f}/s; attainment, p50 / p99 ms, items a call")
     print(f"{'load':>6}  " + "".join(f"{name:28}" for name in cells))
     for load in case.loads:
         row = [
@@ -185,8 +187,8 @@ def virtual(seconds: float, bursts: int) -> dict[str, float]:
     through = {n: cases.burst(plain, make, range(301, 301 + bursts)) for n, make in plain.rules.items()}
     for name, burst in through.items():
         print(f"  burst, {name}: {tell_burst(burst)}")
-    kept = {name: {load: cell.attainment for load, cell in loads.items()} for name, loads in cells.items()}
-    for key, value in summary(kept, cells["ours"][LOADS[0]].p50, through).items():
+    attainments = {name: {load: cell.attainment for load, cell in loads.items()} for name, loads in cells.items()}
+    for key, value in summary(attainments, cells["ours"][LOADS[0]].p50, through).items():
         found["virtual_" + key.replace("best_peer", "best_rule")] = value
     for name, case in (("shared", cases.shared()), ("tight", cases.tight()), ("uneven", cases.uneven())):
         cells = play_case(case, seconds)
@@ -199,13 +201,13 @@ def virtual(seconds: float, bursts: int) -> dict[str, float]:
 
 
 def show_price(seconds: float) -> float:
-    """The table of calls per 1,000 items; returns ours ÷ the cheapest static window that keeps as much, the worst load."""
-    print(f"\na price per call: calls per 1,000 items answered (share in time); SLO {SLO_S * 1e3:.0f} ms")
+    """The table of calls per 1,000 items; returns ours ÷ the cheapest static window of the same attainment, the worst load."""
+    print(f"\na price per call: calls per 1,000 items answered (attainment); SLO {SLO_S * 1e3:.0f} ms")
     print(f"{'load':>6}  {'ours':20}{'cheapest window as good':40}{'cheapest window ≥ 99%':40}{'when free + drop':20}")
     worst = 0.0
     for row in cases.priced(seconds, SEEDS):
         windows = [
-            "none" if best is None else f"{tell_price(best[1])}  {best[0]}" for best in (row.as_good, row.keeps_99)
+            "none" if best is None else f"{tell_price(best[1])}  {best[0]}" for best in (row.as_good, row.with_99)
         ]
         print(
             f"{row.load:6}  {tell_price(row.ours):20}"
@@ -242,9 +244,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         except Unavailable as error:
             sys.exit(f"error: {error}; --only virtual needs no peers")
         show_http(http, contenders)
-        kept = {name: {load: http.attainment(name, load) for load in LOADS} for name in http.runs}
+        attainments = {name: {load: http.attainment(name, load) for load in LOADS} for name in http.runs}
         idle = statistics.median(run.p50 for run in http.runs["ours"][LOADS[0]])
-        found = summary(kept, idle, http.bursts) | found
+        found = summary(attainments, idle, http.bursts) | found
     print(json.dumps({name: None if value == inf else round(value, 4) for name, value in found.items()}))
 
 

@@ -29,7 +29,7 @@ class Cell(NamedTuple):
     """One rule at one load: medians over the seeds, and the range of the attainment. ``call`` is the mean items in a call."""
 
     attainment: float
-    kept_range: tuple[float, float]
+    attainment_range: tuple[float, float]
     p50: float
     p99: float
     call: float
@@ -129,12 +129,12 @@ def measure(case: Case, make: Callable[[], Rule], load: float, seconds: float, s
 
 
 def cell(played: Sequence[Played], start: float, stop: float) -> Cell:
-    kept = [run.attainment(start, stop) for run in played]
+    attainments = [run.attainment(start, stop) for run in played]
     counted = [[call for call in run.calls if start <= call[0] < stop] or [(0.0, 0, 0.0)] for run in played]
     items = [sum(n for _, n, _ in calls) for calls in counted]
     return Cell(
-        statistics.median(kept),
-        (min(kept), max(kept)),
+        statistics.median(attainments),
+        (min(attainments), max(attainments)),
         statistics.median(run.latency(0.5, start, stop) for run in played),
         statistics.median(run.latency(0.99, start, stop) for run in played),
         statistics.median(n / len(calls) for n, calls in zip(items, counted, strict=True)),
@@ -173,14 +173,14 @@ def burst(case: Case, make: Callable[[], Rule], seeds: Sequence[int]) -> Burst:
     """0.05 → 1.3 → 0.05 of capacity; all ``seeds`` together."""
     before: list[float] = []
     after: list[tuple[float, float]] = []
-    kept = []
+    attainments = []
     for seed in seeds:
         items = poisson([(s, load * case.capacity) for s, load in BURST], case.slo_s, seed, case.cost)
         run = play(make(), items, case.device(), case.workers)
         before += [item.latency for item in run.between(2.0, CALM_S)]
         after += [(item.arrival - CALM_S - BURST_S, item.latency) for item in run.between(CALM_S + BURST_S, inf)]
-        kept.append(run.attainment(CALM_S, CALM_S + BURST_S))
-    return Burst(statistics.median(before), statistics.median(kept), recovery(statistics.median(before), after))
+        attainments.append(run.attainment(CALM_S, CALM_S + BURST_S))
+    return Burst(statistics.median(before), statistics.median(attainments), recovery(statistics.median(before), after))
 
 
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
@@ -189,12 +189,12 @@ PRICE_LOADS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
 class Priced(NamedTuple):
-    """What calls cost at one load: ours, and the cheapest static window that keeps as much as ours does."""
+    """What calls cost at one load: ours, and the cheapest static windows: of our attainment, and of 99%."""
 
     load: float
     ours: Cell
     as_good: tuple[str, Cell] | None
-    keeps_99: tuple[str, Cell] | None
+    with_99: tuple[str, Cell] | None
     when_free: Cell
 
 
@@ -221,6 +221,6 @@ def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_
     return found
 
 
-def _cheapest(windows: dict[str, Cell], kept: float) -> tuple[str, Cell] | None:
-    good = [(name, cell) for name, cell in windows.items() if cell.attainment >= kept]
+def _cheapest(windows: dict[str, Cell], attainment: float) -> tuple[str, Cell] | None:
+    good = [(name, cell) for name, cell in windows.items() if cell.attainment >= attainment]
     return min(good, key=lambda pair: pair[1].per_item, default=None)

@@ -120,8 +120,8 @@ class Server:
             except (OSError, subprocess.CalledProcessError):
                 pass
             time.sleep(0.3)
-        told = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
-        raise Unavailable(f"{self.contender.name} does not answer: " + " / ".join(told))
+        printed = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+        raise Unavailable(f"{self.contender.name} does not answer: " + " / ".join(printed))
 
     def close(self) -> None:
         """Ends it and whatever it started in its session."""

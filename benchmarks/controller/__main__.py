@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 
 def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
-    """Everything asked for, as it comes, then tables and the line of JSON."""
+    """Everything requested, as it comes, then tables and the line of JSON."""
     begun = time.monotonic()
     cache = Cache(FOLDER / f"controller_{'traces' if args.traces else 'presets'}.json", use=not args.recompute)
     if args.traces is None:

@@ -330,7 +330,7 @@ def harm(seeds: Sequence[int], names: Sequence[str], say: Callable[[str], None])
 def harm_min(
     found: Mapping[tuple[str, str], Mapping[int, Outcome]], say: Callable[[str], None], *, everything: bool
 ) -> dict[str, float]:
-    """The least ratio of any window of the scenarios ``found``, and of all adversaries if ``everything`` is asked for."""
+    """The least ratio of any window of the scenarios ``found``, and of all adversaries if ``everything`` is requested."""
     ratios = []
     for scenario in dict.fromkeys(name for name, _ in found):
         ours, theirs = (found.get((scenario, who), {}) for who in ("predictive-knobs", "vllm-1024"))

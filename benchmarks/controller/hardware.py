@@ -127,7 +127,7 @@ TENSOR = Hardware(
 TILED = Hardware(
     "A100tiled", "8B on A100-40, whole tiles and padded decode graphs", lambda: parts.Tiled(parts.LLAMA_8B_A100), 150_000
 )  # fmt: skip
-PACED = Hardware(
+MOE_IMBALANCED = Hardware(
     "MoEpaced", "30B mixture of experts on H200, the fullest expert sets the pace",
     lambda: parts.Experts(parts.MOE_30B_H200), 600_000,
 )  # fmt: skip

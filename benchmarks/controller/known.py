@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 class Oracles(NamedTuple):
     """The best fixed knobs of a scenario. ``plain``: of each phase; ``reject``: the same with early rejection. ``order`` and
-    ``full``: for the whole run, with deadline order, and with early rejection besides. None where it was not asked for."""
+    ``full``: for the whole run, with deadline order, and with early rejection besides. None where it was not requested."""
 
     plain: Best
     reject: Best | None

@@ -10,7 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from benchmarks.controller.hardware import A100, H200, H200_ADD, L4, MOE, PACED, TENSOR, TILED, Hardware, measured
+from benchmarks.controller.hardware import (
+    A100,
+    H200,
+    H200_ADD,
+    L4,
+    MOE,
+    MOE_IMBALANCED,
+    TENSOR,
+    TILED,
+    Hardware,
+    measured,
+)
 from benchmarks.controller.loads import POISSON, Part, Pattern
 from benchmarks.gpu_truth import ALL
 from benchmarks.sweep.cases import Grid
@@ -138,7 +149,7 @@ UNSEEN = (
              (*_steps(100, one("digest", "whole"), 0.7, 1.1), Phase(60, one("brief", "whole"), 0.8))),
     Scenario("U2", "A100tiled brief inter in bursts 0.8, 1.5 × slower from the middle on", TILED,
              (Phase(80, one("brief", "inter"), 0.8), Phase(80, one("brief", "inter"), 0.8, 1.5)), Pattern("gamma", 2.5)),
-    Scenario("U3", "MoEpaced conv mlperf 1.1, then inter + digests 0.9", PACED,
+    Scenario("U3", "MoEpaced conv mlperf 1.1, then inter + digests 0.9", MOE_IMBALANCED,
              (Phase(80, one("conv", "mlperf"), 1.1),
               Phase(80, (Part("conv", "inter", 0.7), Part("digest", "mlperf", 0.3, "digest")), 0.9))),
 )  # fmt: skip

@@ -123,7 +123,7 @@ def candidates_of(base: str, layer: Layer, samples: int) -> list[Constants]:
 
 
 def tune(args: argparse.Namespace) -> None:
-    """Tune what was asked for, and write it beside what the file has of others."""
+    """Tune what was requested, and write it beside what the file has of others."""
     begun = time.monotonic()
     cache = Cache(FOLDER / f"controller_{'traces' if args.traces else 'presets'}.json")
     loads = list(dict.fromkeys(scenario.load(phase) for scenario in MATRIX for phase in scenario.phases))

@@ -13,7 +13,7 @@ wants the core that the engine computes on. Rate and SLO of each follow from a c
   shift one for the whole run. From round to round the weaker half of them is left out.
 
 Turns alternate in rounds that share their arrivals. Whoever serves, a request that has not been begun when its TTFT target has
-passed leaves the queue and is a miss. The engine is on a clock that leaves out how the machine's pace drifts (:mod:`.machine`);
+passed leaves the queue and is a miss. The engine is on a clock that leaves out how the machine's speed drifts (:mod:`.machine`);
 ``--wall-clock`` leaves it in.
 
 The last line is JSON: geometric means of goodput ratios, each with its 95% interval (see :func:`.summary.summary`).
@@ -199,7 +199,7 @@ def prepare(
 
 def _teller(machine: Machine) -> Callable[[Case, Result], None]:
     def tell(case: Case, result: Result) -> None:
-        say_turn(case, result, f", pace {machine.pace():.2f}")
+        say_turn(case, result, f", {machine.drift():.2f} times its fastest step")
 
     return tell
 

@@ -3,9 +3,9 @@
 A machine has an engine, and a core that a second process takes when it is told to. Live, that is a process of ours
 (:mod:`.thief`); simulated, all steps take as many times as long as they were seen to take beside it.
 
-The live engine is on the clock of :mod:`benchmarks.clocks.paced`: between its steps a reference step runs now and then, and the
-clock follows its pace. So a shared machine that is slower for seconds at a time counts as one that is not. While a reference
-step runs, the process that takes a core rests: what it costs belongs to the measurement, what others cost does not.
+The live engine is on the clock of :mod:`benchmarks.clocks.drift_corrected`: between its steps a reference step runs now and then,
+and the clock follows its time. So a shared machine that is slower for seconds at a time counts as one that is not. While a
+reference step runs, the process that takes a core rests: what it costs belongs to the measurement, what others cost does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from contextlib import contextmanager, nullcontext
 
 from autotune.profile import ModelFacts
 from autotune.simulate import SimulatedEngine
-from benchmarks.clocks.paced import BLOCK, REFERENCE_BLOCKS, PacedClock, PacedExecutor, ReferenceStep
+from benchmarks.clocks.drift_corrected import (
+    BLOCK,
+    REFERENCE_BLOCKS,
+    DriftCorrectedClock,
+    DriftCorrectingExecutor,
+    ReferenceStep,
+)
 from benchmarks.clocks.undisturbed import UndisturbedClock
 from benchmarks.controller.hardware import Weather
 from benchmarks.controller_live.thief import Thief
@@ -67,7 +73,7 @@ def simulated(cost: StepModel, facts: ModelFacts, slowdown: float, seed: int = 0
     return Machine(engine, facts, engine.clock, _Slower(weather, slowdown))
 
 
-class _LoneAnchor(ReferenceStep):
+class _LoneReferenceStep(ReferenceStep):
     """A reference step beside which ``thief`` rests."""
 
     def __init__(self, executor: Executor, vocab_size: int, thief: Thief) -> None:
@@ -134,17 +140,19 @@ def live(*, wall_clock: bool = False, undisturbed: bool = False) -> Iterator[Mac
     )  # fmt: skip
     with Thief() as thief:
         base = UndisturbedClock() if undisturbed else MonotonicClock()
-        clock: Clock = base if wall_clock else PacedClock(base)
+        clock: Clock = base if wall_clock else DriftCorrectedClock(base)
         executor: Executor = TorchExecutor(loaded, kv_blocks=KV_TOKENS // BLOCK, clock=clock)
-        paces: list[float] = []
-        if isinstance(clock, PacedClock):
-            reference_step = _LoneAnchor(TorchExecutor(other, kv_blocks=REFERENCE_BLOCKS), other.vocab_size, thief)
-            executor = PacedExecutor(executor, reference_step, clock, reference_step.fastest())
-            paces = executor.paces
+        slowdowns: list[float] = []
+        if isinstance(clock, DriftCorrectedClock):
+            reference_step = _LoneReferenceStep(
+                TorchExecutor(other, kv_blocks=REFERENCE_BLOCKS), other.vocab_size, thief
+            )
+            executor = DriftCorrectingExecutor(executor, reference_step, clock, reference_step.fastest())
+            slowdowns = executor.slowdowns
 
-        def pace() -> float:
-            found = statistics.fmean(paces) if paces else 1.0
-            paces.clear()
+        def drift() -> float:
+            found = statistics.fmean(slowdowns) if slowdowns else 1.0
+            slowdowns.clear()
             return found
 
         known = set(threading.enumerate())
@@ -155,7 +163,7 @@ def live(*, wall_clock: bool = False, undisturbed: bool = False) -> Iterator[Mac
             thread = next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine "))
             if isinstance(base, UndisturbedClock):
                 base.follow(thread)
-            yield Machine(engine, facts, clock, SharedCore(thread, thief, base), pace)
+            yield Machine(engine, facts, clock, SharedCore(thread, thief, base), drift)
         finally:
             engine.close(drain=False)
 

@@ -5,8 +5,8 @@ workload, and the simulator, by that cost model, the same arrivals under the sam
 measured during a round or after it is used: the figures are those of somebody who calibrates and then simulates. Rates are
 shares of what the engine, simulated by the first model, serves of each workload when flooded; three workloads also come at 0.9
 and 1.05 of that. All real runs, the calibrations' too, are on a
-clock that follows reference steps run between their own, so that a machine whose pace drifts counts as one whose
-pace does not, and that stands still, for a while, where it is slow (:mod:`benchmarks.clocks.paced`).
+clock that follows reference steps run between their own, so that a machine whose speed drifts counts as one whose
+speed does not, and that stands still, for a while, where it is slow (:mod:`benchmarks.clocks.drift_corrected`).
 
 An engine gets faster while its libraries meet the shapes of its products for the first time. So both engines work for a while
 before the first calibration, and before the first round they serve each workload once, half as long and (but for the traces)
@@ -56,7 +56,13 @@ from autotune.profile.parts import ModelFacts
 from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
-from benchmarks.clocks.paced import BLOCK, REFERENCE_BLOCKS, PacedClock, PacedExecutor, ReferenceStep
+from benchmarks.clocks.drift_corrected import (
+    BLOCK,
+    REFERENCE_BLOCKS,
+    DriftCorrectedClock,
+    DriftCorrectingExecutor,
+    ReferenceStep,
+)
 from benchmarks.clocks.undisturbed import UndisturbedClock, others
 from benchmarks.command import command, exit_code
 from benchmarks.fidelity.cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
@@ -81,25 +87,25 @@ _TOGETHER = 60  # requests sent at once meanwhile
 
 
 class Timed(NamedTuple):
-    """An engine, the clock it runs on, and the executor that sets that clock's pace."""
+    """An engine, the clock it runs on, and the executor that corrects that clock."""
 
     engine: Engine
     clock: Clock
-    executor: PacedExecutor
+    executor: DriftCorrectingExecutor
 
     def looked(self) -> tuple[int, float]:
-        """How many paces its clock has had, and how long it has waited, s."""
-        return len(self.executor.paces), self.executor.waited
+        """How many slowdowns were measured, and how long it has waited, s."""
+        return len(self.executor.slowdowns), self.executor.waited
 
     def since(self, looked: tuple[int, float]) -> str:
         """Reference steps over the fastest ever, since ``looked``: median, and the middle nine tenths; what was waited."""
         count, waited = looked
-        paces = self.executor.paces[count:]
-        if len(paces) < 3:
+        slowdowns = self.executor.slowdowns[count:]
+        if len(slowdowns) < 3:
             return "not known"
-        cuts = statistics.quantiles(paces, n=20)
+        cuts = statistics.quantiles(slowdowns, n=20)
         waited = self.executor.waited - waited
-        return f"{statistics.median(paces):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f}), waited {waited:.1f} s"
+        return f"{statistics.median(slowdowns):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f}), waited {waited:.1f} s"
 
 
 class Bench:
@@ -140,7 +146,7 @@ class Bench:
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
-            f"the machine's pace {self.roomy.since(looked)}, "
+            f"the machine's slowdown {self.roomy.since(looked)}, "
             f"its own reference steps differed by up to {found.unevenness - 1:.0%}; "
             f"served, steps took {found.served - 1:+.1%}, "
             f"serving adds {facts.serving_overhead_s * 1e3:.2f} ms to each{_scatter(cost)}",
@@ -179,7 +185,7 @@ class Bench:
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
         print(
             f"  round {number} {case.name:<26} {real.offered:4} requests, {len(log.steps):5} steps, "
-            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {timed.since(looked)}, "
+            f"{sum(r.preemptions for r in log.steps):3} preemptions, slowdown {timed.since(looked)}, "
             f"others use {cores:.2f} cores",
             flush=True,
         )
@@ -253,9 +259,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kv_tokens in (KV_TOKENS, TIGHT_KV_TOKENS):
             loaded = load_model("tiny", dtype="bfloat16", device="cpu")
             base = UndisturbedClock() if args.undisturbed else MonotonicClock()
-            clock = PacedClock(base)
+            clock = DriftCorrectedClock(base)
             real = TorchExecutor(loaded, kv_blocks=kv_tokens // BLOCK, clock=clock)
-            executor = PacedExecutor(real, reference_step, clock, usual, patient=True)
+            executor = DriftCorrectingExecutor(real, reference_step, clock, usual, patient=True)
             known = set(threading.enumerate())
             engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, executor=executor, clock=clock)
             made.append(Timed(stack.enter_context(engine), clock, executor))

@@ -9,7 +9,7 @@ from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.scenario import Scenario
 from autotune.workload import Workload
-from benchmarks.clocks.paced import BLOCK
+from benchmarks.clocks.drift_corrected import BLOCK
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 

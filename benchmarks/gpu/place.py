@@ -88,7 +88,7 @@ def seconds_of(device: torch.device, work: Callable[[], object], repeats: int = 
     busy = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     for _ in range(
         16
-    ):  # some milliseconds, in which all that follows is queued: else small work is timed at the host's pace
+    ):  # some milliseconds, in which all that follows is queued: else small work is timed at the host's speed
         busy.fill_(0)
     for begin, end in pairs:
         begin.record()

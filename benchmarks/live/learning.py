@@ -28,7 +28,7 @@ def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bo
 def served(
     machine: Machine, cost: CostModel, cases: Iterable[Case], seconds: float, stop: Callable[[], bool]
 ) -> CostModel:
-    """``cost`` at the pace at which the machine serves: a process gets faster in its first minutes, and a calibration may have
+    """``cost`` at the speed at which the machine serves: a process gets faster in its first minutes, and a calibration may have
     met a slow moment. ``seconds`` of each of ``cases``, and nobody sees how they fare. Raises as :func:`calibrate`."""
     took = predicted = 0.0
     for number, case in enumerate(cases):

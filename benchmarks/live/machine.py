@@ -22,11 +22,11 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """``clock`` is the engine's. ``core``: None where no load takes one. ``pace``: how much slower than its fastest
-    the machine has been since last asked."""
+    """``clock`` is the engine's. ``core``: None where no load takes one. ``drift``: how many times slower than at its
+    fastest the machine has been since last asked."""
 
     engine: Engine
     facts: ModelFacts
     clock: Clock
     core: Core | None = None
-    pace: Callable[[], float] = lambda: 1.0
+    drift: Callable[[], float] = lambda: 1.0

@@ -88,7 +88,7 @@ def report(cases: Sequence[CaseResult]) -> None:
             print(_row(contender, found))
     for case in cases:
         print(f"\n{case.case}: best {case.best}")
-        print(f"  keeps {case.kept:.1%} in the long run; one round of the grid takes {case.round_s / 3600:.2f} h "
+        print(f"  attainment {case.attainment:.1%} in the long run; one round of the grid takes {case.round_s / 3600:.2f} h "
               f"of the machine ({case.cpu_s:.0f} s of CPU here)")  # fmt: skip
         for contender in ORDER:
             found = case.of(contender)

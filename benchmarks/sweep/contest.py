@@ -62,14 +62,15 @@ class Result:
 class CaseResult:
     case: str
     best: str
-    kept: float
+    attainment: float
     round_s: float
     cpu_s: float
     results: list[Result]
 
     @classmethod
     def of_json(cls, part: dict[str, Any]) -> Self:
-        """From what ``asdict`` makes of one, once it has been JSON."""
+        """From what ``asdict`` makes of one, once it has been JSON. Files of the version before call ``attainment`` ``kept``."""
+        part = {"attainment" if name == "kept" else name: value for name, value in part.items()}
         return cls(**{**part, "results": [Result(**result) for result in part["results"]]})
 
     def of(self, contender: str) -> list[Result]:

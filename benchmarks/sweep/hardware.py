@@ -70,7 +70,7 @@ class Additive:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: weights read grow with the experts hit, and the fullest expert sets the pace of its GEMM.
+    """A mixture of experts: weights read grow with the experts hit, and the fullest expert determines the time of its GEMM.
 
     ``shared``: bytes every step reads. A token hits ``active`` of ``experts``. The fullest of them holds
     mean + 2·sqrt(mean) tokens, rounded up to a tile of 16. A step with prompts runs without graphs: ``eager`` more.
@@ -190,8 +190,8 @@ class TensorParallel:
     def predict(self, step: StepFeatures) -> float:
         part, tokens = self.part, tokens_of(step)
         message = 2 * self.width * tokens
-        start, pace = (self.small, 0.45) if message <= self.switch else (self.large, 0.67)
-        reduce = start + message / (pace * self.link)
+        start, efficiency = (self.small, 0.45) if message <= self.switch else (self.large, 0.67)
+        reduce = start + message / (efficiency * self.link)
         memory = (part.weights + kv_bytes(part, step)) / part.bandwidth
         compute = part.flop_token * tokens / part.peak
         attention = part.pair_flop * step.prefill_attention / (0.55 * part.peak)

@@ -1,10 +1,10 @@
 """One cell played: what vLLM's defaults and the best fixed setting carry, and what each part of tuning serves at three loads.
 
 Search, on seeds of its own. *Carries*: the highest rate, on a ladder of 10%, at which a setting serves 90% of its requests
-within the SLO. All settings climb together; who does not carry a rate leaves. The capacity of a cell is what the best of them
-carries; loads are relative to it. For each load the setting that meets most requests is chosen, all of them on the first seed,
-the best four on all, once as they are and once with order and early rejection. Then everybody serves the requests of
-other seeds; nothing is chosen on those.
+within the SLO. All settings go from rate to rate together; who does not carry one leaves. The capacity of a cell is what the
+best of them carries; loads are relative to it. For each load the setting that meets most requests is chosen, all of them on the
+first seed, the best four on all, once as they are and once with order and early rejection. Then everybody serves the requests
+of other seeds; nothing is chosen on those.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from runtime.slo import SLO, first_target
 from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
-_PACE = 0.1  # weight of the newest call
+_NEWEST_CALL = 0.1  # its weight in the mean
 
 
 class BatchCore:
@@ -254,7 +254,7 @@ class BatchCore:
         self._over(call, end)
         for item in call.items:
             item.state = ENDED
-        self.item_s += (_PACE if self.item_s else 1.0) * (
+        self.item_s += (_NEWEST_CALL if self.item_s else 1.0) * (
             call.seconds / len(call.items) / self.state.slots - self.item_s
         )
         try:

@@ -79,7 +79,7 @@ class TunableBatcher(Tuning):
 
     @property
     def workers(self) -> int:
-        """How many call the function, each at its own pace."""
+        """How many call the function, each at its own speed."""
         return len(self._pool.core.loads)
 
     @property

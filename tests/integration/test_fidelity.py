@@ -85,8 +85,8 @@ class Hardware(FakeExecutor):
 
 
 def timed(engine: Any, clock: Clock) -> Timed:
-    """Of a machine whose pace nothing changes, so that no reference step looks for it."""
-    return Timed(engine, clock, SimpleNamespace(paces=[], waited=0.0))  # type: ignore[arg-type]
+    """Of a machine whose speed nothing changes, so that no reference step looks for it."""
+    return Timed(engine, clock, SimpleNamespace(slowdowns=[], waited=0.0))  # type: ignore[arg-type]
 
 
 FACTS = ModelFacts(

@@ -8,17 +8,33 @@ import re
 import runpy
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from autotune.cli.main import UsageError, app
+from autotune.cli.options import request_classes, seconds
+from autotune.engines.named import _ENGINES
+from autotune.export import TARGETS as TARGETS_OF_EXPORT
+from autotune.profile import PURPOSES
 from runtime.knobs import KNOBS
+from runtime.ordering import ORDERINGS
+from runtime.slo import SLO
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("*/README.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+COMMAND_PAGES = [
+    ROOT / "README.md",
+    *(page for folder in ("", "how-to", "concepts") for page in sorted((ROOT / "docs" / folder).glob("*.md"))),
+]
+COMMAND_PAGES.remove(ROOT / "docs" / "log.md")
+"""Pages whose `autotune` commands are those of today."""
+COMMAND: Any = typer.main.get_command(app)
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 
 
@@ -64,6 +80,147 @@ def commands(page: Path) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
                 yield shlex.split(line[2:], comments=True)
+
+
+def autotune_commands(text: str) -> Iterator[list[str]]:
+    """The arguments of every `autotune` command in the fenced shell blocks of a page.
+
+    A block of bash or sh may leave the prompt out. Of a pipeline this is the first command; variables set before it are left out.
+    """
+    for language, block in re.findall(r"^```(console|bash|sh)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\\\n(?:> )?", " ", block).splitlines():
+            if line.startswith("$ ") or language != "console":
+                yield from _arguments(line.removeprefix("$ "))
+
+
+def mentioned_commands(text: str) -> Iterator[list[str]]:
+    """The arguments of every `autotune` command between backticks in the prose of a page; few of these are whole."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for inline in re.findall(r"(?<!`)`(autotune [^`\n]+)`(?!`)", prose):
+        yield from _arguments(inline)
+
+
+def _arguments(line: str) -> Iterator[list[str]]:
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        del words[0]
+    if words[:1] == ["autotune"]:
+        ends = [n for n, word in enumerate(words) if word in ("|", ">", ">>", "2>", "&&", "&", ";")]
+        yield words[1 : min(ends, default=len(words))]
+
+
+def wrong_with(words: list[str], *, whole: bool = True) -> str | None:
+    """What the command line finds wrong with ``words`` before it runs anything; None where it takes them.
+
+    A placeholder ``…`` or ``...`` stands for any value of the option before it, or for whatever else may follow. Not ``whole``:
+    missing arguments and values pass, as in `autotune export --to vllm` between backticks.
+    """
+    name, words = (words[0] if words else ""), list(words)
+    verb = COMMAND if name.startswith("-") else COMMAND.commands.get(name)
+    if verb is None:
+        return f"no such command: {name}"
+    with_value = {option for one in verb.params if not getattr(one, "is_flag", True) for option in one.opts}
+    any_value = {n for n, word in enumerate(words) if word in PLACEHOLDERS and words[n - 1] in with_value}
+    given = [
+        "1" if n in any_value else word for n, word in enumerate(words) if n in any_value or word not in PLACEHOLDERS
+    ]
+    unchecked = {words[n - 1] for n in any_value}
+    try:
+        values = verb.make_context(name, given if verb is COMMAND else given[1:]).params
+        for one in verb.params:
+            option = max(one.opts, key=len)
+            if option in VALUES and option not in unchecked and values[one.name] is not None:
+                VALUES[option](values[one.name])
+    except typer.Exit:  # --help, --version
+        return None
+    except UsageError as error:
+        return error.format_message() if whole or type(error).__name__ not in INCOMPLETE else None
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _one_of(names: Iterable[str]) -> Callable[[str], None]:
+    def check(name: str) -> None:
+        if name not in names:
+            raise ValueError(f"{name} is not one of {', '.join(names)}")
+
+    return check
+
+
+PLACEHOLDERS = ("…", "...")
+INCOMPLETE = ("MissingParameter", "BadOptionUsage")  # the latter: an option without its value
+VALUES: dict[str, Callable[[Any], object]] = {
+    "--slo": SLO.parse,
+    "--class": request_classes,
+    "--budget": lambda text: seconds(text, least=1.0),
+    "--engine": _one_of(_ENGINES),
+    "--ordering": _one_of(ORDERINGS),
+    "--to": _one_of(TARGETS_OF_EXPORT),
+    "--for": _one_of(PURPOSES),
+}
+"""What a verb holds values against once it runs, before it looks for a file."""
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=page_id)
+def test_commands_and_their_options_are_real(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    wrong = {shlex.join(words): wrong_with(words) for words in autotune_commands(text)}
+    wrong |= {shlex.join(words): wrong_with(words, whole=False) for words in mentioned_commands(text)}
+    assert {line: what for line, what in wrong.items() if what} == {}
+
+
+def test_commands_are_found_in_blocks_and_in_prose() -> None:
+    page = """
+Say `autotune serve MODEL --slo …`.
+
+```console
+$ autotune profile --model ./my-model \\
+    --class "batch:e2e=120s*0.2"   # two lines
+$ AUTOTUNE_LOG=x autotune show mine.yaml --json | head
+prints autotune show
+$ pip install autotune
+```
+
+```bash
+autotune watch --once
+```
+"""
+    assert list(autotune_commands(page)) == [
+        ["profile", "--model", "./my-model", "--class", "batch:e2e=120s*0.2"],
+        ["show", "mine.yaml", "--json"],
+        ["watch", "--once"],
+    ]
+    assert list(mentioned_commands(page)) == [["serve", "MODEL", "--slo", "…"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "whole", "what"),
+    [
+        ("show mine.yaml --jsno", True, "No such option: --jsno"),
+        ("show mine.yaml --jsno", False, "No such option: --jsno"),
+        ("prophesy --budget 10m", True, "no such command: prophesy"),
+        ("", True, "no such command: "),
+        ("--loud show mine.yaml", True, "No such option: --loud"),
+        ("show mine.yaml yours.yaml", True, "unexpected extra argument"),
+        ("simulate mine.yaml --rate fast", True, "--rate"),
+        ("show", True, "Missing"),
+        ("simulate mine.yaml --rate", True, "--rate"),
+        ("profile --budget 140", True, '"140" is not a time'),
+        ("profile --slo ttft=fast", True, "ttft"),
+        ("export mine.yaml --to vlmm", True, "vlmm is not one of"),
+        ("simulate mine.yaml --rtae …", True, "No such option"),
+        ("simulate mine.yaml --rate … --slo ... …", True, None),
+        ("show", False, None),
+        ("simulate mine.yaml --rate", False, None),
+        ("simulate no-such-file.yaml --rate 12 --token-budget 512", True, None),
+        ("--version", True, None),
+        ("show --help", True, None),
+    ],
+)
+def test_a_command_that_is_not_real_is_found(line: str, whole: bool, what: str | None) -> None:
+    found = wrong_with(line.split(), whole=whole)
+    assert found is None if what is None else found is not None and what in found, found
 
 
 def test_the_two_commands_stand_at_the_top_of_the_readme() -> None:

@@ -284,6 +284,15 @@ def test_autotune_has_rooms_and_no_loose_modules() -> None:
     assert rooms == {*ROOMS}
 
 
+def test_the_page_has_the_rooms_in_the_order_of_the_rule() -> None:
+    """In its table, and in words beside the rule."""
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `autotune/(\w+)/` ", page, re.MULTILINE)
+    named = re.search(r"the table above and of `ROOMS` in the test: ([^.]+)\.", page)
+    assert tuple(table) == ROOMS
+    assert named is not None and tuple(re.findall(r"`(\w+)`", named[1])) == ROOMS
+
+
 def test_what_is_imported_is_declared() -> None:
     """What merely comes along with something else may stop doing so. An extra's: late, by serving or by kernels."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

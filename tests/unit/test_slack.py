@@ -1,4 +1,4 @@
-"""How long until an SLO is broken: the same whether followed from the first request on or from now on."""
+"""How long until an SLO is violated: the same whether followed from the first request on or from now on."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ class Candidate(Part):
 def candidates(context: Context, setup: Setup) -> list[Candidate]:
     """Of an engine: the best of several kinds, no two alike, and the baselines; from the study if they were chosen before."""
     key = f"candidates/{len(context.found.simulated)}/{setup.rate:g}/{setup.speed:.6f}/{context.cost_name}"
-    return kept_candidates(context, key, lambda: _chosen(context, setup))
+    return stored_candidates(context, key, lambda: _chosen(context, setup))
 
 
-def kept_candidates(
+def stored_candidates(
     context: Context[SettingT, SetupT, CostT, SpaceT], key: str, choose: Callable[[], Sequence[Candidate]]
 ) -> list[Candidate]:
     """Those that ``choose`` simulates, kept in the study under ``key`` from then on."""

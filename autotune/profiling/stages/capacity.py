@@ -89,7 +89,7 @@ def _expected(context: Context, setup: Setup, knobs: Knobs) -> float:
 
 
 def _seed(context: Context, setup: Setup, rate: float, number: int) -> int:
-    """One whose window brings about the rate asked for, of candidates that no other check shares."""
+    """One whose window brings about the requested rate, of candidates that no other check shares."""
     load = setup.model_copy(update={"rate": rate}).apply(context.question.workload)
     first = context.question.seed + _SEEDS + number * _APART
     return balanced_seeds(load, first, 1, setup.warmup_s, setup.window_s)[0]

@@ -44,7 +44,7 @@ right; the latter at a rate that was given. A cost model that is a few percent w
 that follows makes up for such a mistake, a fixed one does not."""
 
 _MOVES = 2
-_NOT_TOLD_APART = 0.7, 0.98  # attainments of the best setting below and above which settings can hardly be told apart
+_DISTINGUISHABLE = 0.7, 0.98  # attainments of the best setting between which settings differ enough to compare them
 
 
 def validate(context: Context, setup: Setup) -> None:
@@ -96,7 +96,7 @@ def _placed(context: Context, setup: Setup) -> tuple[Setup, list[Candidate], lis
         speed = _speed_in(context, setup, first)
         if given and abs(speed / setup.speed - 1) > off_by:
             speed = _agreed(context, setup, chosen, speed)
-        if not given and _told_apart(first):
+        if not given and _distinguishable(first):
             break
         if abs(speed / setup.speed - 1) <= off_by:
             break
@@ -111,13 +111,13 @@ def _placed(context: Context, setup: Setup) -> tuple[Setup, list[Candidate], lis
     return setup, chosen, tried
 
 
-def _told_apart(run: Run | None) -> bool:
-    """Whether settings can be told apart at the rate of ``run``, of one of the best: whatever speed its steps tell, stay there.
+def _distinguishable(run: Run | None) -> bool:
+    """Whether settings differ enough at the rate of ``run``, of one of the best: whatever speed its steps tell, stay there.
 
     A cost model that is wrong for large steps alone tells a lower speed at a high rate, and by that a lower rate at which the
     speed is right again.
     """
-    low, high = _NOT_TOLD_APART
+    low, high = _DISTINGUISHABLE
     return run is not None and low <= run.score.weighted_attainment <= high
 
 
@@ -180,7 +180,7 @@ class EngineValidation(Validation[Knobs, Setup, CostModel, SearchSpace]):
         ):
             return None
         speed = speed_of(context.found.cost, runs) or setup.speed
-        faster, (low, high) = speed / setup.speed, _NOT_TOLD_APART
+        faster, (low, high) = speed / setup.speed, _DISTINGUISHABLE
         best = max((p.weighted_attainment for p in points(self._validated())), default=0.0)
         in_vain = (best > high and faster > 1 and setup.rate < setup.most_rate) or (best < low and faster < 1)
         moves = self._may_move and in_vain and abs(faster - 1) > OFF_BY_AT_RATE

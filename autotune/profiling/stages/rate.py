@@ -181,7 +181,7 @@ def _with_validation_seeds(context: Context, setup: Setup) -> Setup:
 
 
 def _best(context: Context, setup: Setup) -> list[Knobs]:
-    """The best trials of what was asked for: baselines may lie outside of pins and ranges."""
+    """The best trials of what was requested: baselines may lie outside of pins and ranges."""
     allowed = [run for run in context.found.simulated if context.question.space.allows(run.knobs)]
     return shortlist(points(allowed), setup, _BEST_TRIALS)
 

@@ -29,7 +29,7 @@ WORTH = 0.0005
 TO_COMPARE = 3
 """Measurements of a comparison, at the least."""
 
-_MOST_RUNS = 16  # if no more settings were asked for
+_MOST_RUNS = 16  # if no more settings were requested
 _MOST_FAILED = 4  # settings, before anything was measured
 
 

@@ -43,13 +43,13 @@ def run(place: Place, argument: str) -> None:
         time.sleep(0.01)
     begun = time.monotonic()
     _lose(executor, place)
-    told = [_told(stream) for stream in streams]
+    ends = [_end_of(stream) for stream in streams]
     seconds = round(time.monotonic() - begun, 2)
     error = engine.error
-    place.keep("requests", told)
+    place.keep("requests", ends)
     place.keep("engine", {"closed": engine.closed, "error": None if error is None else str(error), "seconds": seconds})
     if not (engine.closed and isinstance(error, DeviceError)) or not all(
-        t.startswith("EngineClosedError") for t in told
+        end.startswith("EngineClosedError") for end in ends
     ):
         raise RuntimeError("the engine did not close with a DeviceError, or a request was not told")
 
@@ -64,7 +64,7 @@ def _lose(executor: Losing, place: Place) -> None:
         there[at]
 
 
-def _told(stream: Any) -> str:
+def _end_of(stream: Any) -> str:
     try:
         stream.result(timeout=60)
     except EngineClosedError as error:

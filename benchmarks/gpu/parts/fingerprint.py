@@ -25,7 +25,7 @@ _PACKAGES = (
     "pytest",
     "vllm",
 )
-_ASKED = "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,temperature.gpu"
+_QUERIED = "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,temperature.gpu"
 
 
 def run(place: Place, argument: str) -> None:
@@ -48,7 +48,7 @@ def run(place: Place, argument: str) -> None:
             "l2_mib": round(getattr(device, "L2_cache_size", 0) / 2**20),
         },
     )
-    place.keep("nvidia-smi", _said("nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv"))
+    place.keep("nvidia-smi", _said("nvidia-smi", f"--query-gpu={_QUERIED}", "--format=csv"))
 
 
 def _version(package: str) -> str | None:

@@ -243,7 +243,7 @@ def _rope(tokens: int, normed: bool, device: torch.device, dtype: torch.dtype, s
 def _greedy(rows: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     logits = _random(3, device, dtype, rows, vocabulary)
     logits[0, 5] = float("nan")
-    expected = torch.from_numpy(logits.float().cpu().numpy().argmax(-1))  # the first of equals, as promised
+    expected = torch.from_numpy(logits.float().cpu().numpy().argmax(-1))  # the first of equals
     expected[0] = -1
     wrong = float((greedy(logits).cpu() != expected).sum())
     seconds = seconds_of(device, lambda: greedy(logits))

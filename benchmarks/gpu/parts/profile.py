@@ -20,9 +20,9 @@ def run(place: Place, model: str) -> None:
         options += ["--cpu", "--budget", "10s", "--trials", "1", "--sim-trials", "4"]
     else:
         options += ["--gpu", "--budget", "4m"]
-    told = autotune(place, "profile", *options)
-    place.keep("slo_met", told["slo_met"])
+    reported = autotune(place, "profile", *options)
+    place.keep("slo_met", reported["slo_met"])
     for name in _KEPT:
-        if name in told["profile"]:
-            place.keep(name, told["profile"][name])
+        if name in reported["profile"]:
+            place.keep(name, reported["profile"][name])
     place.keep("file", out.name)

@@ -13,7 +13,7 @@ goes when the item that is due first could otherwise be late, or the wait window
 
 **A device that others use.** Beside others a call takes longer, and makes theirs longer. With o running, k items to go, and
 the first of them over in r seconds, now costs k·t(k, o) plus the delay it causes; waiting costs k·(r + t(k + arrivals,
-o − 1)), and must keep the deadline unless it is over sooner even so. With a full call's worth waiting, what counts is whether
+o − 1)), and must meet the deadline unless it is over sooner even so. With a full call's worth waiting, what counts is whether
 one more call at a time gets more items through.
 """
 

@@ -1,9 +1,9 @@
-"""A machine whose pace drifts, measured as one that does not: reference steps between real ones, and a clock that follows them.
+"""A machine whose speed drifts, measured as one that does not: reference steps between real ones, and a clock that follows them.
 
 A shared machine is now faster and now slower, by tens of percent and for seconds at a time, whatever this process does. So a
 reference step runs between the steps of the engine that is measured: one decode step, always the same, of an engine of its own.
 The clock stands still meanwhile. Then it runs slower than real time by as much as the reference step was slower than the fastest
-one seen. On such a clock everything happens at one pace: arrivals come that much later too.
+one seen. On such a clock everything happens at one speed: arrivals come that much later too.
 
 What slows a reference step slows other steps more or less. A neighbour on the core's other hyperthread costs a loop of Python
 more than a decode step, and a prompt less. So whoever has time waits, the clock standing still, until reference steps are as fast
@@ -31,13 +31,13 @@ BLOCK = 16
 REFERENCE_BLOCKS = ROWS * ((PROMPT + OUTPUT) // BLOCK + 2)
 _BEFORE = 2  # steps that come before the one that counts: the first is 3 to 15% slower, by what ran before it
 _SETTLE = 64  # reference steps before any counts
-_SMOOTH = 7  # reference steps whose median is the pace
+_SMOOTH = 7  # reference steps whose median is compared with the usual one
 _DISTURBED = 1.15  # times what a reference step usually takes
 _GRACE_S = 30.0  # of waiting, beside as long as it does not wait
 
 
-class PacedClock:
-    """Seconds of ``base`` ÷ the pace, without those for which it stood still. One thread turns it, any may read it."""
+class DriftCorrectedClock:
+    """Seconds of ``base`` ÷ the slowdown, without those for which it stood still. One thread turns it, any may read it."""
 
     def __init__(self, base: Clock | None = None) -> None:
         self.base = base or MonotonicClock()
@@ -103,20 +103,19 @@ class ReferenceStep:
         self._left = OUTPUT - 3
 
 
-class PacedExecutor:
+class DriftCorrectingExecutor:
     """``executor``, with a reference step between its steps now and then. ``clock`` is the one that the engine is on.
 
-    ``usual``: seconds of a reference step at pace 1, the same for all engines that are to be compared. ``patient``: where a
-    reference step is slow, wait for two that are not, in all no longer than it does not wait. Then the pace is corrected for, as
-    without.
-    ``waited``: seconds of it.
+    ``usual``: seconds of a reference step at slowdown 1, the same for all engines that are to be compared. ``patient``: where a
+    reference step is slow, wait for two that are not, in all no longer than it does not wait. Then the slowdown is
+    corrected for, as without. ``waited``: seconds of it. ``slowdowns``: a reference step ÷ ``usual``, one for each :meth:`look`.
     """
 
     def __init__(
         self,
         executor: Executor,
         reference_step: ReferenceStep,
-        clock: PacedClock,
+        clock: DriftCorrectedClock,
         usual: float,
         *,
         patient: bool = False,
@@ -126,7 +125,7 @@ class PacedExecutor:
         self._recent: deque[float] = deque(maxlen=_SMOOTH)
         self._next = 0.0
         self._waited_until = clock.base.now()
-        self.paces: list[float] = []
+        self.slowdowns: list[float] = []
         self.waited = 0.0
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
@@ -138,17 +137,17 @@ class PacedExecutor:
         self._executor.release(sequence)
 
     def look(self) -> None:
-        """Run a reference step, the clock standing still, and set its pace."""
+        """Run a reference step, the clock standing still, and set its rate."""
         self._clock.run(0.0)
         base = self._clock.base
         begun = base.now()
         self._recent.append(self._reference_step.step(base))
         if self._patient:
             self._wait(begun)
-        pace = statistics.median(self._recent) / self._usual
-        self.paces.append(pace)
+        slowdown = statistics.median(self._recent) / self._usual
+        self.slowdowns.append(slowdown)
         self._next = time.monotonic() + EVERY_S
-        self._clock.run(1 / pace)
+        self._clock.run(1 / slowdown)
 
     def _wait(self, begun: float) -> None:
         base, slow = self._clock.base, _DISTURBED * self._usual
