@@ -41,7 +41,7 @@ class _Tuned:
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
     woken: bool = True
-    """Whether the strategy is to be asked, for something has changed."""
+    """Whether something has changed, so that the strategy may decide otherwise."""
 
     def wake(self) -> None:
         self.woken = True
@@ -182,7 +182,7 @@ class SimulatedBatcher(TunableBatcher):
         countdown = 0
         self._running = True
         try:
-            calls.begin_calls(ask=self._asked())
+            calls.begin_calls(ask=self._must_ask())
             while (now := clock.now()) < until:
                 if stop is not None:
                     countdown -= 1
@@ -195,7 +195,7 @@ class SimulatedBatcher(TunableBatcher):
                     break
                 calls.advance(min(max(due, now), until))
                 ended = calls.end_calls()
-                calls.begin_calls(ask=self._asked() or ended or core.hold_until <= clock.now())
+                calls.begin_calls(ask=self._must_ask() or ended or core.hold_until <= clock.now())
         finally:
             self._running = False
         return True
@@ -249,10 +249,10 @@ class SimulatedBatcher(TunableBatcher):
             self._calls.reject(item, error)
             raise
 
-    def _asked(self) -> bool:
-        """Whether the strategy is to be asked whatever waits."""
-        asked, self._tuned.woken = self._tuned.woken, False
-        return asked or self._core.state.closing
+    def _must_ask(self) -> bool:
+        """Whether to ask the strategy, whatever waits."""
+        woken, self._tuned.woken = self._tuned.woken, False
+        return woken or self._core.state.closing
 
     def _tell(self, call: Call | None, records: list[RequestRecord]) -> None:
         if call is None:
