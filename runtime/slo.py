@@ -174,6 +174,22 @@ class RequestClass:
         return f"{self.name}:{self.slo}" + ("" if self.weight == 1 else f"*{_digits(self.weight)}")
 
 
+def find_slo(slos: Mapping[str, SLO], request_class: str) -> SLO | None:
+    """The SLO of ``request_class`` among ``slos``: its own, or that of ``default``; None where there is neither."""
+    return slos.get(request_class) or slos.get("default")
+
+
+def slo_for(slos: SLO | Mapping[str, SLO], request_class: str) -> SLO:
+    """As :func:`find_slo`, or the one SLO there is for all classes. Raises ``ValueError`` where there is none."""
+    slo = slos if isinstance(slos, SLO) else find_slo(slos, request_class)
+    if slo is None:
+        known = ", ".join(slos) if isinstance(slos, Mapping) else ""
+        raise ValueError(
+            f"no SLO for class {request_class}, and no default; the classes with one are {known or 'none'}"
+        )
+    return slo
+
+
 def slos_of(slo: SLO | Mapping[str, SLO], classes: Iterable[RequestClass]) -> SLO | Mapping[str, SLO]:
     """The SLO of each class, ``slo`` being that of all others (or those of some); without classes ``slo`` as it is."""
     own = {one.name: one.slo for one in classes}
@@ -228,10 +244,7 @@ def attainment(records: Iterable[RequestRecord], slo: SLO | Mapping[str, SLO]) -
             cancelled += 1
             continue
         offered += 1
-        target = slo if isinstance(slo, SLO) else slo.get(record.request_class, slo.get("default"))
-        if target is None:
-            raise ValueError(f"no SLO for class {record.request_class}, and no default")
-        missed = target.violated(record)
+        missed = slo_for(slo, record.request_class).violated(record)
         met += not missed
         for name in missed:
             violations[name] = violations.get(name, 0) + 1
@@ -297,8 +310,10 @@ __all__ = [
     "RequestClass",
     "attained",
     "attainment",
+    "find_slo",
     "first_target",
     "request_classes",
+    "slo_for",
     "slos_of",
     "weighted_attainment",
     "wilson_interval",

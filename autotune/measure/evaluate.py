@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from autotune.engines import Engine, Handle, VirtualEngine, virtual, waiting
-from autotune.measure.score import Score, deadline, score, slo_for
+from autotune.measure.score import Score, deadline, score
 from autotune.workload import Arrival, Workload, prompt_ids, replay
 from autotune.workload.replay import ReplayReport
 from runtime.clock import Clock
@@ -28,7 +28,7 @@ from runtime.errors import AutotuneError, RejectedError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
-from runtime.slo import SLO, RequestClass, slos_of
+from runtime.slo import SLO, RequestClass, slo_for, slos_of
 
 __all__ = ["MAX_DRAIN_S", "EvaluationError", "Interrupted", "Recorder", "evaluate", "wait_until_idle"]
 

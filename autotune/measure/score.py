@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from autotune.workload.replay import ReplayReport
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord, percentile
-from runtime.slo import SLO, attainment, weighted_attainment, wilson_interval
+from runtime.slo import SLO, attainment, slo_for, weighted_attainment, wilson_interval
 
 CDF_AT = (0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97.5, 99, 100)
 """The percentiles a latency distribution is kept at."""
@@ -116,14 +116,6 @@ class Score(BaseModel):
     def weighted_attainment(self) -> float:
         """Goodput as a share of what was offered: attainment, each request counted by the weight of its class."""
         return weighted_attainment(self)
-
-
-def slo_for(slos: SLO | Mapping[str, SLO], request_class: str) -> SLO:
-    """The SLO of a class: its own, or that of ``default``. Raises ``ValueError`` where there is neither."""
-    slo = slos if isinstance(slos, SLO) else slos.get(request_class, slos.get("default"))
-    if slo is None:
-        raise ValueError(f"no SLO for class {request_class}, and no default")
-    return slo
 
 
 def deadline(slo: SLO, output_tokens: int) -> float:
