@@ -273,10 +273,10 @@ class _Run:
         return Display(self.console, "")
 
     def _head(self, load: Load) -> str:
-        from autotune.cli.display import ratio
+        from autotune.workload.options import fraction
 
         scale = load.workload.length_scale
-        lengths = "" if scale == 1 else f", lengths × {ratio(scale)}"
+        lengths = "" if scale == 1 else f", lengths × {fraction(scale)}"
         classes = "".join(f"class {one}\n" for one in load.classes)
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
         rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")

@@ -24,7 +24,7 @@ from runtime.batching.options import (
     memory_bounded,
     priced_strategy,
     seconds,
-    slos_of,
+    slos_by_class,
     whole_cost,
     workers_of,
 )
@@ -114,7 +114,7 @@ class Batcher(TunableBatcher):
         core = BatchCore(
             chosen,
             grouping,
-            slo=slos_of(slo),
+            slo=slos_by_class(slo),
             knobs=knobs,
             limits=limits,
             workers=len(functions),

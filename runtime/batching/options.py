@@ -57,7 +57,8 @@ def priced_strategy(value: str | Strategy, call_price_ms: float) -> Strategy:
     return strategy_of(value)
 
 
-def slos_of(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] | None:
+def slos_by_class(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] | None:
+    """The SLO of each request class; one for all is that of class ``default``. None where there is none."""
     if slo is None:
         return None
     return {name: SLO.of(s) for name, s in slo.items()} if isinstance(slo, Mapping) else {"default": SLO.of(slo)}
