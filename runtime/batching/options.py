@@ -53,7 +53,7 @@ def priced_strategy(value: str | Strategy, call_price_ms: float) -> Strategy:
     if value == "adaptive":
         return Adaptive(call_price_s=call_price_ms / 1e3)
     if call_price_ms:
-        raise ValueError("call_price_ms is given; only the adaptive strategy knows what to do with it")
+        raise ValueError(f'call_price_ms is {call_price_ms:g}; it must be 0 unless strategy is "adaptive"')
     return strategy_of(value)
 
 
@@ -77,8 +77,12 @@ def first_knobs(given: Mapping[str, float], limits: KnobLimits, strategy: Strate
 def memory_bounded(
     strategy: Strategy, limit_bytes: int | None, measure: Callable[[], int] | None, processes: bool
 ) -> Strategy:
-    if (limit_bytes is None) != (measure is None):
-        raise ValueError("memory_limit_bytes and measure_bytes go together; one of them is missing")
+    if limit_bytes is not None and measure is None:
+        raise ValueError(
+            f"measure_bytes is None; beside memory_limit_bytes, {limit_bytes}, it must be a function that returns bytes"
+        )
+    if limit_bytes is None and measure is not None:
+        raise ValueError("memory_limit_bytes is None; beside measure_bytes it must be a number of bytes")
     if limit_bytes is None:
         return strategy
     if processes:
