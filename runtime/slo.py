@@ -26,8 +26,10 @@ _EXAMPLE = "ttft=500ms,tpot=50ms@99%"
 class SLO:
     """Targets in milliseconds (None: no target) and the share of requests that must meet them all jointly.
 
-    ``itl_ms`` bounds the request's own 99th percentile gap between tokens. A request with one output token has no TPOT
-    and no ITL and cannot violate them.
+    ``ttft_ms`` bounds the time to first token, ``tpot_ms`` the time per output token, ``e2e_ms`` that to the last one;
+    ``attainment``, above 0 and at most 1, is the share: 0.99 is 99%. ``itl_ms`` bounds the request's own 99th percentile gap
+    between tokens. A request with one output token has no TPOT and no ITL and cannot violate them. Raises ``ValueError``
+    without a target, or with one that is not above 0.
     """
 
     ttft_ms: float | None = None
@@ -51,7 +53,7 @@ class SLO:
 
     @classmethod
     def parse(cls, text: str) -> SLO:
-        """Read ``ttft=500ms,tpot=50ms@99%``. Raises ``ValueError`` that quotes the part it could not read."""
+        """Read ``text`` such as ``ttft=500ms,tpot=50ms@99%``. Raises ``ValueError`` that quotes the part it could not read."""
         body, at, share = text.partition("@")
         attainment = 0.99
         if at:
@@ -87,7 +89,7 @@ class SLO:
 
     @classmethod
     def of(cls, value: SLO | str) -> SLO:
-        """An SLO as it is, or parsed from text. Raises ``ValueError`` for anything else."""
+        """``value`` if it is an SLO, or parsed from text. Raises ``ValueError`` for anything else."""
         if isinstance(value, str):
             return cls.parse(value)
         if not isinstance(value, cls):
@@ -135,7 +137,10 @@ def _digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """A kind of request with its own SLO (or its spelling). ``weight`` is its worth relative to others."""
+    """A kind of request: its ``name``, its own ``slo`` (or the spelling of one), and ``weight``, its worth relative to others.
+
+    Raises ``ValueError`` for an empty name, an SLO that cannot be read and a weight that is not above 0.
+    """
 
     name: str
     slo: SLO
@@ -150,8 +155,8 @@ class RequestClass:
 
     @classmethod
     def parse(cls, text: str, *, where: str = "class") -> RequestClass:
-        """Read ``chat:ttft=300ms,tpot=30ms@95%*2``: name, SLO, weight (1 unless given). Raises ``ValueError``; ``where`` says
-        who gave it."""
+        """Read ``text`` such as ``chat:ttft=300ms,tpot=30ms@95%*2``: name, SLO, weight (1 unless given). Raises ``ValueError``;
+        ``where`` says who gave it."""
         name, colon, rest = text.partition(":")
         slo, star, weight = rest.partition("*")
         if not colon or not name or not slo:

@@ -73,15 +73,19 @@ class ClassScore(BaseModel):
 class Score(BaseModel):
     """What one setting did under one load.
 
-    ``rate`` is the workload's mean; ``offered_rate`` what came in this window, which for a few seconds of bursts or of a
-    trace may be something else.
-    ``goodput``: requests/s that met every target, each counted by the weight of its class; ``completed_rate``: those that
-    completed at all; both of those due in the window. ``throughput``: output tokens/s that came out during the window, whoever
-    they belong to. ``blocks``: (offered, met), weighted, of each second of the window (of longer parts where it has more than
-    10,000), for intervals that respect bursts.
-    ``e2e_mean_ms``: over all but the rejected; one that was unfinished counts with the time it had been there.
-    ``lateness_p99_ms``: how late the sender was. Each request is judged by the SLO of its class; ``classes`` has each class by
-    itself, and is empty where there is one SLO for all (and in scores of earlier versions).
+    ``setting``: the knobs by name, in force as ``epoch``. ``seed``: of the arrivals and lengths. ``rate`` is the workload's
+    mean; ``offered_rate`` what came in this window of ``window_s`` seconds, which for a few seconds of bursts or of a trace
+    may be something else (both requests/s). Of the ``offered`` requests, ``met`` met every target: ``attainment`` is that
+    share, ``attainment_low`` and ``attainment_high`` its 95% Wilson interval. ``violations``: how many missed each metric.
+    ``unfinished``: those that were cut off after the last deadline, or timed out. ``goodput``: requests/s that met every
+    target, each counted by the weight of its class; ``completed_rate``: those that completed at all; both of those due in the
+    window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
+    met), weighted, of each second of the window (of longer parts where it has more than 10,000), for intervals that respect
+    bursts. ``ttft_ms``, ``tpot_ms``, ``e2e_ms``: percentiles. ``e2e_mean_ms``: over all but the rejected; one that was
+    unfinished counts with the time it had been there. ``steps``: the engine's inside the window. ``lateness_p99_ms``: how
+    late the sender was; ``sender_busy``: the share of its time that it spent handing requests over. ``wall_s``: how long the
+    measurement took on the engine's clock, warm-up and drain included. Each request is judged by the SLO of its class;
+    ``classes`` has each class by itself, and is empty where there is one SLO for all (and in scores of earlier versions).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -161,7 +161,7 @@ def batch(function: Callable[..., Any], /) -> Batched: ...
 @overload
 def batch(**options: Any) -> Callable[[Callable[..., Any]], Batched]: ...
 def batch(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Decorate a function, or a method, that takes a list of items. The options are those of :class:`Batcher`."""
+    """Decorate ``function``, or a method, that takes a list of items. ``options`` are those of :class:`Batcher`."""
     if function is not None:
         return Batched(function, options)
     return lambda decorated: Batched(decorated, options)

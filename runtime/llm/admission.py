@@ -84,7 +84,7 @@ class AdmissionPolicy:
 
     @classmethod
     def of(cls, value: AdmissionPolicy | bool | None) -> AdmissionPolicy | None:
-        """A policy as it is, the default one for True, none for False and None. Raises ``ValueError`` otherwise."""
+        """``value``, if it is a policy; the default one for True, none for False and None. Raises ``ValueError`` otherwise."""
         if value is None or value is False:
             return None
         if value is True:
