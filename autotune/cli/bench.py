@@ -33,7 +33,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune.bench import Comparison, Contender, Result
+    from autotune.bench import Contender, PairedComparison, Result
     from autotune.bench.loads import Load
     from autotune.cli.display import Display
     from autotune.engines import Engine
@@ -312,7 +312,7 @@ def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> in
     return INTERRUPTED if stopped else DONE
 
 
-def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, stopped: bool) -> dict[str, Any]:
+def _shape(run: _Run, load: Load, comparison: PairedComparison, baseline: Contender, stopped: bool) -> dict[str, Any]:
     differences = [comparison.difference(c, baseline) for c in comparison.contenders if c != baseline]
     return {
         "status": "stopped" if stopped else "complete",
@@ -325,7 +325,7 @@ def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, s
         "controller": run.controller or "predictive",
         "duration_s": run.duration,
         "seed": run.seed,
-        "contenders": [comparison.standing(c).as_dict() for c in comparison.contenders],
+        "contenders": [comparison.summary(c).as_dict() for c in comparison.contenders],
         "differences": [d.as_dict() for d in differences if d is not None],
         "turns": [
             {"contender": r.turn.contender.name, "round": r.turn.round, "score": r.score.model_dump(mode="json")}

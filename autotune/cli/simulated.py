@@ -69,7 +69,7 @@ def one_profile(argument: str | None, option: str | None, verb: str) -> str:
     return found
 
 
-class Requested:
+class SimulationOptions:
     """The options both verbs have, checked."""
 
     def __init__(
