@@ -41,8 +41,8 @@ class RequestError(AutotuneError):
 class RejectedError(RequestError):
     """The request was not accepted.
 
-    ``reason`` is a short name: ``queue_full``, ``closed``, ``slo`` (its first token would come too late), ``queue_timeout``;
-    ``retry_after_s`` a hint, or None.
+    ``message`` is for people; ``reason`` a short name: ``queue_full``, ``closed``, ``slo`` (its first token would come too
+    late), ``queue_timeout``; ``retry_after_s`` a hint, seconds from now, or None.
     """
 
     def __init__(self, message: str, *, reason: str, retry_after_s: float | None = None) -> None:

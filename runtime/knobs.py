@@ -135,7 +135,11 @@ class Knobs:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], *, where: str = "knobs.") -> Knobs:
-        """Knobs from a parsed file. Unknown names raise and list the valid ones; missing names take the default."""
+        """Knobs from ``values`` by name, as a parsed file has them; missing names take the default.
+
+        Raises ``ValueError`` for an unknown name, listing the valid ones, and for a value out of bounds; ``where`` stands
+        before the name in it.
+        """
         known = {spec.name: spec for spec in KNOBS}
         for name in values:
             if name not in known:
@@ -143,7 +147,7 @@ class Knobs:
         return cls(**{name: known[name].check(value, where=where) for name, value in values.items()})  # type: ignore[arg-type]  # checked by each spec
 
     def with_(self, /, **changes: float) -> Knobs:
-        """A copy with some knobs changed; unknown names raise ``ValueError``."""
+        """A copy with ``changes``: values by name. Raises ``ValueError`` for an unknown name and a value out of bounds."""
         known = [spec.name for spec in KNOBS]
         for name in changes:
             if name not in known:
@@ -151,6 +155,7 @@ class Knobs:
         return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks types
 
     def as_dict(self) -> dict[str, float]:
+        """The value of each knob, by name."""
         return {spec.name: getattr(self, spec.name) for spec in KNOBS}
 
     @property
@@ -196,4 +201,5 @@ class KnobLimits:
         return Knobs(**{s.name: min(getattr(knobs, s.name), getattr(self, s.name)) for s in KNOBS})
 
     def as_dict(self) -> dict[str, float]:
+        """The ceiling of each knob, by name."""
         return {spec.name: getattr(self, spec.name) for spec in KNOBS}

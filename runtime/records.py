@@ -41,13 +41,16 @@ class LimitedBy(StrEnum):
 class StepRecord(NamedTuple):
     """One engine step (or ``steps`` identical decode steps, when a simulation fast-forwards).
 
-    Token counts are those of ONE step; ``start`` and ``end`` enclose all ``steps``. ``decode_context`` is the sum of
-    context lengths read by the decodes of the first of them. ``prefill_attention`` is the number of (query, key) pairs
-    of the prefill chunks: for a chunk of n tokens behind s computed ones, n·s + n·(n+1)/2. ``prefill_context`` is the
-    sum over chunks of s + n. ``epoch`` numbers the knob setting the step was scheduled under. ``waiting`` counts
-    requests and ``waiting_tokens`` prompt tokens still queued after scheduling. ``sampled`` is how many tokens came out.
-    ``drafted`` tokens were computed behind the last ones of some of the decodes, and are part of their context; ``accepted`` of
-    them were right.
+    Token counts are those of ONE step; ``start`` and ``end`` enclose all ``steps``. ``decode_context`` is the sum of context
+    lengths read by the decodes of the first of them. ``prefill_attention`` is the number of (query, key) pairs of the prefill
+    chunks: for a chunk of n tokens behind s computed ones, n·s + n·(n+1)/2. ``prefill_context`` is the sum over chunks of s +
+    n. ``decodes`` are sequences past their prompt, ``chunks`` parts of prompts, of ``prefill_tokens`` in all. ``epoch``
+    numbers the knob setting the step was scheduled under, ``budget_used`` is the token budget it was planned with, and
+    ``limited_by`` what kept it from holding more. ``waiting`` counts requests and ``waiting_tokens`` prompt tokens still
+    queued after scheduling. ``sampled`` is how many tokens came out. ``running``: sequences in the batch, and
+    ``kv_free_blocks``: KV blocks that none of them holds, both after the step. ``preemptions``: sequences that lost their
+    blocks in planning it. ``failed``: sequences that it ended with an error. ``drafted`` tokens were computed behind the last
+    ones of some of the decodes, and are part of their context; ``accepted`` of them were right.
     """
 
     start: float
@@ -130,10 +133,13 @@ assert StepRecord._fields[:5] == ("start", "end", "steps", "decodes", "decode_co
 class RequestRecord(NamedTuple):
     """One request that has ended. ``token_times`` holds the time of each output token, ascending.
 
-    ``scheduled`` is when it first entered a step, None if it never did. ``epoch_first`` and ``epoch_last`` are the knob
-    settings in force when it was first scheduled and when it ended (-1: never scheduled). ``cause`` says more than ``reason``:
-    of a rejection it is the reason of :class:`runtime.errors.RejectedError`, and ``retry_after_s`` the hint, if there is one.
-    ``relegated``: whether admission put it behind all that could still meet their targets, as a miss.
+    ``id``, ``request_class``, ``tenant`` and ``priority`` are as it was submitted. It came at ``arrival`` and ended at
+    ``finished``, by ``reason``. ``output_tokens`` came out behind ``prompt_tokens``, of which ``cached_tokens`` were found in
+    the prefix cache. It was preempted ``preemptions`` times. ``scheduled`` is when it first entered a step, None if it never
+    did. ``epoch_first`` and ``epoch_last`` are the knob settings in force when it was first scheduled and when it ended (-1:
+    never scheduled). ``cause`` says more than ``reason``: of a rejection it is the reason of
+    :class:`runtime.errors.RejectedError`, and ``retry_after_s`` the hint, if there is one. ``relegated``: whether admission
+    put it behind all that could still meet their targets, as a miss.
     """
 
     id: str

@@ -15,10 +15,12 @@ class SamplingParams:
     """How tokens are chosen and when to stop.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep all tokens; ``min_p`` drops tokens less likely than
-    ``min_p`` times the likeliest. ``repetition_penalty`` above 1 divides positive (multiplies negative) logits of tokens
-    already in prompt or output (Keskar et al. 2019). ``seed`` makes the request's own draws repeatable whatever else is
-    in the batch. ``max_tokens`` None fills what the context leaves. ``logprobs`` n returns the chosen token's
-    log-probability and those of the n likeliest (of the unmodified distribution).
+    ``min_p`` times the likeliest. ``stop``: texts, and ``stop_token_ids``: ids, at which it ends; ``ignore_eos``: the model's
+    own end-of-sequence tokens do not end it. ``repetition_penalty`` above 1 divides positive (multiplies negative) logits of
+    tokens already in prompt or output (Keskar et al. 2019). ``seed`` makes the request's own draws repeatable whatever else
+    is in the batch. ``max_tokens`` None fills what the context leaves. ``logprobs`` n returns the chosen token's
+    log-probability and those of the n likeliest (of the unmodified distribution). Raises ``ValueError`` for values out of
+    bounds.
     """
 
     max_tokens: int | None = 128

@@ -26,8 +26,10 @@ _EXAMPLE = "ttft=500ms,tpot=50ms@99%"
 class SLO:
     """Targets in milliseconds (None: no target) and the share of requests that must meet them all jointly.
 
-    ``itl_ms`` bounds the request's own 99th percentile gap between tokens. A request with one output token has no TPOT
-    and no ITL and cannot violate them.
+    ``ttft_ms`` bounds the time to first token, ``tpot_ms`` the time per output token, ``e2e_ms`` that to the last one;
+    ``attainment``, above 0 and at most 1, is the share: 0.99 is 99%. ``itl_ms`` bounds the request's own 99th percentile gap
+    between tokens. A request with one output token has no TPOT and no ITL and cannot violate them. Raises ``ValueError``
+    without a target, or with one that is not above 0.
     """
 
     ttft_ms: float | None = None
@@ -51,7 +53,7 @@ class SLO:
 
     @classmethod
     def parse(cls, text: str) -> SLO:
-        """Read ``ttft=500ms,tpot=50ms@99%``. Raises ``ValueError`` that quotes the part it could not read."""
+        """Read ``text`` such as ``ttft=500ms,tpot=50ms@99%``. Raises ``ValueError`` that quotes the part it could not read."""
         body, at, share = text.partition("@")
         attainment = 0.99
         if at:
@@ -87,7 +89,7 @@ class SLO:
 
     @classmethod
     def of(cls, value: SLO | str) -> SLO:
-        """An SLO as it is, or parsed from text. Raises ``ValueError`` for anything else."""
+        """``value`` if it is an SLO, or parsed from text. Raises ``ValueError`` for anything else."""
         if isinstance(value, str):
             return cls.parse(value)
         if not isinstance(value, cls):
@@ -135,7 +137,10 @@ def _digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """A kind of request with its own SLO (or its spelling). ``weight`` is its worth relative to others."""
+    """A kind of request: its ``name``, its own ``slo`` (or the spelling of one), and ``weight``, its worth relative to others.
+
+    Raises ``ValueError`` for an empty name, an SLO that cannot be read and a weight that is not above 0.
+    """
 
     name: str
     slo: SLO
@@ -150,8 +155,8 @@ class RequestClass:
 
     @classmethod
     def parse(cls, text: str, *, where: str = "class") -> RequestClass:
-        """Read ``chat:ttft=300ms,tpot=30ms@95%*2``: name, SLO, weight (1 unless given). Raises ``ValueError``; ``where`` says
-        who gave it."""
+        """Read ``text`` such as ``chat:ttft=300ms,tpot=30ms@95%*2``: name, SLO, weight (1 unless given). Raises ``ValueError``;
+        ``where`` says who gave it."""
         name, colon, rest = text.partition(":")
         slo, star, weight = rest.partition("*")
         if not colon or not name or not slo:
@@ -172,6 +177,22 @@ class RequestClass:
     def __str__(self) -> str:
         """The spelling that :meth:`parse` reads back to an equal class."""
         return f"{self.name}:{self.slo}" + ("" if self.weight == 1 else f"*{_digits(self.weight)}")
+
+
+def find_slo(slos: Mapping[str, SLO], request_class: str) -> SLO | None:
+    """The SLO of ``request_class`` among ``slos``: its own, or that of ``default``; None where there is neither."""
+    return slos.get(request_class) or slos.get("default")
+
+
+def slo_for(slos: SLO | Mapping[str, SLO], request_class: str) -> SLO:
+    """As :func:`find_slo`, or the one SLO there is for all classes. Raises ``ValueError`` where there is none."""
+    slo = slos if isinstance(slos, SLO) else find_slo(slos, request_class)
+    if slo is None:
+        known = ", ".join(slos) if isinstance(slos, Mapping) else ""
+        raise ValueError(
+            f"no SLO for class {request_class}, and no default; the classes with one are {known or 'none'}"
+        )
+    return slo
 
 
 def slos_of(slo: SLO | Mapping[str, SLO], classes: Iterable[RequestClass]) -> SLO | Mapping[str, SLO]:
@@ -228,10 +249,7 @@ def attainment(records: Iterable[RequestRecord], slo: SLO | Mapping[str, SLO]) -
             cancelled += 1
             continue
         offered += 1
-        target = slo if isinstance(slo, SLO) else slo.get(record.request_class, slo.get("default"))
-        if target is None:
-            raise ValueError(f"no SLO for class {record.request_class}, and no default")
-        missed = target.violated(record)
+        missed = slo_for(slo, record.request_class).violated(record)
         met += not missed
         for name in missed:
             violations[name] = violations.get(name, 0) + 1
@@ -297,8 +315,10 @@ __all__ = [
     "RequestClass",
     "attained",
     "attainment",
+    "find_slo",
     "first_target",
     "request_classes",
+    "slo_for",
     "slos_of",
     "weighted_attainment",
     "wilson_interval",

@@ -120,9 +120,12 @@ class Facts:
 class SchedulerView(NamedTuple):
     """A read-only look at a scheduler, made when requested.
 
-    ``least_slack``: seconds until the first deadline among the running and waiting sequences is missed (negative: already
-    missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone; ``step_time_target``:
-    the tightest TPOT target among those, s (inf: none has one).
+    ``now``: s on the engine's clock. ``decoding``, ``prefilling`` and ``waiting``: sequences in each state;
+    ``decode_context``: tokens of context, of all that decode. ``oldest_arrival``: of what waits, s on that clock (inf:
+    nothing does). ``kv_free_blocks`` of ``kv_total_blocks`` are held by nobody. ``knobs``: those in force, as ``epoch``;
+    ``effective_limits``: their ceilings. ``least_slack``: seconds until the first deadline among the running and waiting
+    sequences is missed (negative: already missed; inf: no targets); ``decode_slack``: the same for the next tokens of
+    decoding sequences alone; ``step_time_target``: the tightest TPOT target among those, s (inf: none has one).
     ``waiting_tokens``: prompt tokens queued and not found in the prefix cache; ``relegated_tokens``: those of them that wait
     behind the others, for requests that have missed their SLO. ``prefilling_tokens``: prompt tokens admitted and not yet
     computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
@@ -157,15 +160,21 @@ class SchedulerView(NamedTuple):
 class StepPolicy(Protocol):
     """Gives each step its own token budget, below the knob. Asked before every ``schedule()``."""
 
-    def budget(self, view: SchedulerView) -> int: ...
+    def budget(self, view: SchedulerView) -> int:
+        """Most tokens (a batcher: cost units) of the step that ``view`` is planned for; the knob holds where it is less."""
+        ...
 
 
 class Listener(Protocol):
     """Hears every record. One that raises is cut off; the engine goes on."""
 
-    def on_step(self, record: StepRecord) -> None: ...
+    def on_step(self, record: StepRecord) -> None:
+        """A step has ended: ``record`` is of it."""
+        ...
 
-    def on_request(self, record: RequestRecord) -> None: ...
+    def on_request(self, record: RequestRecord) -> None:
+        """A request has ended, in whatever way: ``record`` is of it."""
+        ...
 
 
 class Tunable(Protocol):
@@ -207,11 +216,17 @@ class Tunable(Protocol):
         ...
 
     def acquire(self, owner: str) -> Lease:
-        """Become the one controller, until the lease is released. Raises :class:`LeaseError` if another holds it."""
+        """Become the one controller, until the lease is released; ``owner`` is what errors call it.
+
+        Raises :class:`LeaseError` if another holds it.
+        """
         ...
 
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
-        """Have ``policy`` give each step its own budget. Raises ``ValueError`` for one without ``step_budgets``."""
+        """Have ``policy`` give each step its own budget; None ends that.
+
+        Raises ``ValueError`` for a policy without ``step_budgets``, :class:`LeaseError` by ``lease`` as :meth:`set_knobs`.
+        """
         ...
 
     @property
@@ -219,7 +234,9 @@ class Tunable(Protocol):
         """The SLO of each request class; that of ``default`` is for classes not named."""
         ...
 
-    def set_slo(self, slo: SLO, *, request_class: str = "default") -> None: ...
+    def set_slo(self, slo: SLO, *, request_class: str = "default") -> None:
+        """Hold requests of ``request_class`` to ``slo`` from now on."""
+        ...
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -236,7 +253,7 @@ class Tunable(Protocol):
     ) -> None:
         """Have ``policy`` end what comes too late from now on; ``source`` says how fast prompts are computed.
 
-        Raises ``ValueError`` for a policy without ``admission``, :class:`LeaseError` as :meth:`set_knobs`.
+        Raises ``ValueError`` for a policy without ``admission``, :class:`LeaseError` by ``lease`` as :meth:`set_knobs`.
         """
         ...
 
@@ -244,11 +261,16 @@ class Tunable(Protocol):
         """Have ``listener`` hear every record; returns a function that ends it."""
         ...
 
-    def view(self) -> SchedulerView: ...
+    def view(self) -> SchedulerView:
+        """How the queue and what runs stand, between two steps."""
+        ...
 
 
 class Lease:
-    """The right to turn a tunable's knobs. Use as a context manager, or call ``release()``."""
+    """The right to turn a tunable's knobs. Use as a context manager, or call ``release()``.
+
+    ``holder`` keeps it; ``owner`` is what errors call whoever has it. :meth:`Tunable.acquire` makes one.
+    """
 
     __slots__ = ("_holder", "owner")
 
@@ -257,6 +279,7 @@ class Lease:
         self.owner = owner
 
     def release(self) -> None:
+        """Give it back, any number of times; another may acquire it from now on."""
         self._holder.release(self)
 
     def __enter__(self) -> Lease:

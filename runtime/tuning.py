@@ -74,7 +74,7 @@ class Tuning(ABC):
         self._put_slo(request_class, SLO.of(slo))
 
     def set_knobs(self, knobs: Knobs | None = None, *, lease: Lease | None = None, **changes: float) -> int:
-        """Put ``knobs`` in force from the very next step on, or change those named: ``set_knobs(token_budget=512)``.
+        """Put ``knobs`` in force from the very next step on, or make the ``changes`` named: ``set_knobs(token_budget=512)``.
 
         Returns the epoch, the old one if nothing changed. Values between ``effective_limits`` and ``limits`` are lowered to the
         former. Raises ``ValueError`` above ``limits`` and for an unknown name, LeaseError if a controller holds the lease and
@@ -91,12 +91,17 @@ class Tuning(ABC):
         return self._change(change)
 
     def acquire(self, owner: str) -> Lease:
-        """Become the one who may turn the knobs. Raises LeaseError while another holds them, EngineClosedError."""
+        """Become the one who may turn the knobs; ``owner`` is what errors call the holder.
+
+        Raises LeaseError while another holds them, EngineClosedError.
+        """
         return self._change(lambda: self._lease.acquire(owner))
 
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
-        """Have ``policy`` give each step its own budget (tokens, or cost units), below the knob. Raises as
-        :meth:`set_knobs`."""
+        """Have ``policy`` give each step its own budget (tokens, or cost units), below the knob; None ends that.
+
+        ``lease`` and what is raised are those of :meth:`set_knobs`.
+        """
 
         def change() -> None:
             self._lease.check(lease)

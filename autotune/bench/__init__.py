@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from autotune.bench.comparing import Comparison, Difference, Estimate, Standing, compare
+from autotune.bench.comparing import ContenderSummary, Difference, Estimate, PairedComparison, compare
 from autotune.bench.contenders import Contender, controlled, defaults, fixed, parse_fixed
 from autotune.bench.running import Failure, Outcome, Result, Turn, measure, turns
 
 __all__ = [
-    "Comparison",
     "Contender",
+    "ContenderSummary",
     "Difference",
     "Estimate",
     "Failure",
     "Outcome",
+    "PairedComparison",
     "Result",
-    "Standing",
     "Turn",
     "compare",
     "controlled",

@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
     high: float
 
 
-class Standing(NamedTuple):
+class ContenderSummary(NamedTuple):
     """What one contender did over its rounds. Percentiles are over all its requests that have the metric, by nearest rank.
 
     In ``attainment`` and ``goodput`` each request counts by the weight of its class; ``classes`` has (met, offered) of each.
@@ -85,7 +85,7 @@ class Difference(NamedTuple):
         }
 
 
-class Comparison:
+class PairedComparison:
     """All that was measured, by contender in order of first appearance."""
 
     def __init__(self, results: Sequence[Result], duration: float) -> None:
@@ -110,7 +110,7 @@ class Comparison:
     def of(self, contender: Contender) -> list[Result]:
         return [result for result in self.results if result.turn.contender == contender]
 
-    def standing(self, contender: Contender) -> Standing:
+    def summary(self, contender: Contender) -> ContenderSummary:
         results = self.of(contender)
         outcomes = [outcome for result in results for outcome in result.outcomes]
         met, offered = self._sums(results)
@@ -120,7 +120,7 @@ class Comparison:
         for one in outcomes:
             good, count = classes.get(one.request_class, (0, 0))
             classes[one.request_class] = (good + one.met, count + 1)
-        return Standing(
+        return ContenderSummary(
             contender,
             rounds=len(results),
             offered=len(outcomes),
@@ -202,9 +202,9 @@ class Comparison:
         return min(self._blocks - 1, max(0, int(outcome.due / self.duration * self._blocks)))
 
 
-def compare(results: Sequence[Result], duration: float) -> Comparison:
+def compare(results: Sequence[Result], duration: float) -> PairedComparison:
     """Raises ValueError when there are no results."""
-    return Comparison(results, duration)
+    return PairedComparison(results, duration)
 
 
 def _weighed(outcomes: Sequence[Outcome]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.bench.comparing import Comparison
+from autotune.bench.comparing import PairedComparison
 from autotune.bench.contenders import Contender
 from autotune.bench.running import Outcome, Result
 from autotune.report.figure import Axis, Plot, Trace, View, axis, layout, line, log_axis, note, plain, rule
@@ -32,7 +32,7 @@ def check(path: Path, option: str = "--out") -> Path:
     return path
 
 
-def render(comparison: Comparison, slo: SLO, title: str, *, shown: Sequence[Contender] = ()) -> bytes:
+def render(comparison: PairedComparison, slo: SLO, title: str, *, shown: Sequence[Contender] = ()) -> bytes:
     """The page, which needs nothing from elsewhere; the same comparison gives the same bytes.
 
     ``shown``: which contenders to draw (at most :data:`MOST`); those that were measured first unless given.

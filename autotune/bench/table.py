@@ -8,20 +8,25 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autotune.bench.comparing import Comparison, Difference, Estimate
+from autotune.bench.comparing import Difference, Estimate, PairedComparison
 from autotune.bench.contenders import Contender
 from autotune.report.tables import Detail, empty_table, fullest
 from runtime.slo import SLO, RequestClass
 
 
 def show(
-    comparison: Comparison, slo: SLO, console: Console, *, baseline: Contender, classes: Sequence[RequestClass] = ()
+    comparison: PairedComparison,
+    slo: SLO,
+    console: Console,
+    *,
+    baseline: Contender,
+    classes: Sequence[RequestClass] = (),
 ) -> None:
     """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals."""
-    console.print(fullest(lambda detail: _standings(comparison, baseline, detail), console.width))
+    console.print(fullest(lambda detail: _summaries(comparison, baseline, detail), console.width))
     if classes:
         console.print(_by_class(comparison, classes))
-    rounds = max(comparison.standing(c).rounds for c in comparison.contenders)
+    rounds = max(comparison.summary(c).rounds for c in comparison.contenders)
     certainty = (
         f"[low–high] is the 95% interval over {rounds} round{'' if rounds == 1 else 's'}"
         if comparison.has_intervals
@@ -37,10 +42,10 @@ def show(
     )
 
 
-def _standings(comparison: Comparison, baseline: Contender, detail: Detail) -> Table:
+def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail) -> Table:
     """A row a contender. Where there is little room, latencies lose their intervals first, then their medians."""
     intervals, medians, every = detail < Detail.MAIN, detail < Detail.SHORT, detail < Detail.BAREST
-    metrics = [metric for metric in comparison.standing(baseline).latencies if every or metric != "e2e_ms"]
+    metrics = [metric for metric in comparison.summary(baseline).latencies if every or metric != "e2e_ms"]
     table = empty_table(detail)
     table.add_column("", no_wrap=True)
     titles = [
@@ -54,7 +59,7 @@ def _standings(comparison: Comparison, baseline: Contender, detail: Detail) -> T
     ):  # fmt: skip
         table.add_column(title, justify="right", no_wrap=True)
     for contender in comparison.contenders:
-        found = comparison.standing(contender)
+        found = comparison.summary(contender)
         difference = None if contender == baseline else comparison.difference(contender, baseline)
         latencies = [value for m in metrics for value in (found.latencies[m] if medians else found.latencies[m][1:])]
         table.add_row(
@@ -69,17 +74,17 @@ def _standings(comparison: Comparison, baseline: Contender, detail: Detail) -> T
     return table
 
 
-def _by_class(comparison: Comparison, classes: Sequence[RequestClass]) -> Table:
+def _by_class(comparison: PairedComparison, classes: Sequence[RequestClass]) -> Table:
     """Attainment of each class, a row a contender."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     own = {one.name: one for one in classes}
-    standings = [(contender, comparison.standing(contender).classes) for contender in comparison.contenders]
-    names = [*own, *dict.fromkeys(name for _, seen in standings for name in seen if name not in own)]
+    by_class = [(contender, comparison.summary(contender).classes) for contender in comparison.contenders]
+    names = [*own, *dict.fromkeys(name for _, seen in by_class for name in seen if name not in own)]
     for name in names:
         target = "" if name not in own else f", target {own[name].slo.attainment * 100:g}%"
         table.add_column(f"{name}{target}", justify="right", no_wrap=True)
-    for contender, seen in standings:
+    for contender, seen in by_class:
         cells = []
         for name in names:
             met, offered = seen.get(name, (0, 0))

@@ -33,7 +33,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune.bench import Comparison, Contender, Result
+    from autotune.bench import Contender, PairedComparison, Result
     from autotune.bench.loads import Load
     from autotune.cli.display import Display
     from autotune.engines import Engine
@@ -273,10 +273,10 @@ class _Run:
         return Display(self.console, "")
 
     def _head(self, load: Load) -> str:
-        from autotune.cli.display import ratio
+        from autotune.workload.options import fraction
 
         scale = load.workload.length_scale
-        lengths = "" if scale == 1 else f", lengths × {ratio(scale)}"
+        lengths = "" if scale == 1 else f", lengths × {fraction(scale)}"
         classes = "".join(f"class {one}\n" for one in load.classes)
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
         rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")
@@ -312,7 +312,7 @@ def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> in
     return INTERRUPTED if stopped else DONE
 
 
-def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, stopped: bool) -> dict[str, Any]:
+def _shape(run: _Run, load: Load, comparison: PairedComparison, baseline: Contender, stopped: bool) -> dict[str, Any]:
     differences = [comparison.difference(c, baseline) for c in comparison.contenders if c != baseline]
     return {
         "status": "stopped" if stopped else "complete",
@@ -325,7 +325,7 @@ def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, s
         "controller": run.controller or "predictive",
         "duration_s": run.duration,
         "seed": run.seed,
-        "contenders": [comparison.standing(c).as_dict() for c in comparison.contenders],
+        "contenders": [comparison.summary(c).as_dict() for c in comparison.contenders],
         "differences": [d.as_dict() for d in differences if d is not None],
         "turns": [
             {"contender": r.turn.contender.name, "round": r.turn.round, "score": r.score.model_dump(mode="json")}

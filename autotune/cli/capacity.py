@@ -42,7 +42,7 @@ def capacity(
 ) -> int:
     """Search and print; 1 when no rate meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "capacity")
-    requested = shared.Requested(
+    requested = shared.SimulationOptions(
         profile, workload=workload, slo=slo, classes=classes, scale=scale, kv_tokens=kv_tokens, price=price,
         controller=controller, knobs=knobs or {},
     )  # fmt: skip

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import time
-from fractions import Fraction
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from autotune.profiling.setup import Setup
+from autotune.workload.options import fraction
 
 WIDEST = 120  # columns of a line of prose
 _EVERY_S = 10.0  # between plain lines of one stage
-
-
-def ratio(scale: float) -> str:
-    """A length scale for people: 0.125 is 1/8."""
-    fraction = Fraction(scale).limit_denominator(1024)
-    return f"{scale:g}" if fraction.denominator in (1, 1024) else str(fraction)
 
 
 def duration(seconds: float) -> str:
@@ -66,7 +60,7 @@ class Display:
             if setup.rate_from == "user"
             else "about what the best setting can just serve, so that settings differ"
         )
-        scale = "" if setup.length_scale == 1 else f", lengths × {ratio(setup.length_scale)}"
+        scale = "" if setup.length_scale == 1 else f", lengths × {fraction(setup.length_scale)}"
         if setup.objective == "mean-e2e":
             why = f"{why}; attainment by it is only shown: the objective is the lowest mean E2E"
         classes = "".join(f"class {one}\n" for one in setup.classes)

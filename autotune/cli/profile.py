@@ -28,7 +28,7 @@ from autotune.engines.named import DEFAULT, check_engine, choices, engine_named,
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from autotune.cli.profiled import Subject
+    from autotune.cli.profiled import ProfiledEngine
     from autotune.profile.parts import ObjectiveName
     from autotune.profiling.findings import Findings
 
@@ -226,7 +226,7 @@ def profile(
         )
         command = shlex.join(["autotune", *without_passwords(context.obj)])
 
-        def write(found: Findings, subject: Subject) -> int:
+        def write(found: Findings, subject: ProfiledEngine) -> int:
             return finish(found, question, files, subject, console, command, as_json)
 
         try:

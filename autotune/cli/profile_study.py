@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.cli.display import Display
 from autotune.cli.exits import INTERRUPTED
-from autotune.cli.profiled import Files, Subject
+from autotune.cli.profiled import Files, ProfiledEngine
 from autotune.cli.target import running
 from autotune.engines.named import NamedSource, engine_identity
 from autotune.profile import Machine, ModelFacts
@@ -70,7 +70,7 @@ def work(
     limits: KnobLimits,
     fresh: bool,
     stop: Callable[[], bool],
-    write: Callable[[Findings, Subject], int],
+    write: Callable[[Findings, ProfiledEngine], int],
 ) -> int:
     """Work on the study until it is done or stopped, and have what was found written; the exit code."""
     facts, question, identity = requested.model, requested.question, requested.identity
@@ -93,7 +93,7 @@ def work(
             study = study.restarted(identity)
         study.extend(question.budget_s, question.sim_trials)
         with running(started(study, requested.source, place, limits, question.seed)) as engine:
-            subject = Subject(
+            subject = ProfiledEngine(
                 engine, facts, requested.machine, requested.spec, requested.price, requested.source.arguments
             )
             session = Session(engine, facts, question, study, display, stop=stop)

@@ -69,7 +69,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProfiledEngine:
     """What is profiled. ``spec``: the workload as it was written; ``price``: of the machine, per hour; ``arguments``: of
     the engine, as --engine-arg had them."""
 
@@ -82,7 +82,13 @@ class Subject:
 
 
 def finish(
-    found: Findings, question: Question, files: Files, subject: Subject, console: Console, command: str, as_json: bool
+    found: Findings,
+    question: Question,
+    files: Files,
+    subject: ProfiledEngine,
+    console: Console,
+    command: str,
+    as_json: bool,
 ) -> int:
     """Write the profile and its sidecar, show the table, and say how it went."""
     engine, facts = subject.engine, subject.engine.facts

@@ -49,7 +49,7 @@ def simulate(
     """Simulate and print; 1 when nothing meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "simulate")
     check_rate("--rate", rate)
-    requested = shared.Requested(
+    requested = shared.SimulationOptions(
         profile, workload=workload, slo=slo, classes=classes, scale=scale, kv_tokens=kv_tokens, price=price,
         controller=controller, knobs=knobs or {},
     )  # fmt: skip

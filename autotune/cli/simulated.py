@@ -67,7 +67,7 @@ def one_profile(argument: str | None, option: str | None, verb: str) -> str:
     return found
 
 
-class Requested:
+class SimulationOptions:
     """The options both verbs have, checked."""
 
     def __init__(
@@ -161,15 +161,15 @@ class Requested:
 
     def head(self, offered: tuple[float, str] | None = None) -> str:
         """What is simulated, a line each for machine, cost model and load; ``offered``: at which rate, and whose it is."""
-        from autotune.cli.display import ratio
         from autotune.profile.fingerprint import describe
         from autotune.version import __version__
+        from autotune.workload.options import fraction
 
         profile, load = self.profile, self.scenario.workload
         assert profile.cost_model is not None  # or there were no scenario
         own = not self.foreign or "length" in self.named
         whose = "" if own else " (the profile's)"
-        lengths = "" if load.length_scale == 1 else f", lengths × {ratio(load.length_scale)}{whose}"
+        lengths = "" if load.length_scale == 1 else f", lengths × {fraction(load.length_scale)}{whose}"
         rate = ""
         if offered is not None:
             another = "; --rate for another" if self.foreign and offered[1] == "the profile's" else ""

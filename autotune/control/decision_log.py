@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from runtime.errors import InputError
+from runtime.json_lines import holds_something_else
 from runtime.knobs import KNOBS, Knobs
 
 VERSION = 1
 _IN_MEMORY = 1024  # decisions
-_FIRST_LINE = 1 << 20  # bytes of it that are looked at
 _JOIN_TIMEOUT_S = 5.0  # for a writer to write what is left
 
 log = logging.getLogger(__name__)
@@ -174,23 +174,11 @@ def open_to_append(path: str | Path) -> TextIO | None:
     try:
         if Path(path).is_fifo():
             return None
-        if _holds_something_else(path):
+        if holds_something_else(path, "action", "cause"):
             raise InputError(f"log: {path} exists and is no decision log; name another file")
         return open(path, "a", encoding="utf-8")
     except OSError as error:
         raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
-
-
-def _holds_something_else(path: str | Path) -> bool:
-    """Whether the first line of the file at ``path`` is no decision. A file that cannot be read, or looked into, may be one."""
-    try:
-        if not Path(path).is_file():  # a device
-            return False
-        with open(path, "rb") as file:
-            first = file.readline(_FIRST_LINE)
-    except OSError:
-        return False
-    return bool(first) and not (first.startswith(b"{") and b'"action":' in first and b'"cause":' in first)
 
 
 def read_decisions(path: str | Path) -> Iterator[Decision]:

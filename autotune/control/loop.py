@@ -118,6 +118,7 @@ class Control(ReportsRates):
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord) -> None:
+        """Have the controller see ``record``, and decide where ``interval_s`` have passed since it last did."""
         with self._lock:
             if self._ended:
                 return
@@ -144,6 +145,7 @@ class Control(ReportsRates):
                 self._give_up(error)
 
     def on_request(self, record: RequestRecord) -> None:
+        """Have the controller see ``record``."""
         with self._lock:
             if not self._ended:
                 self._attainment.add(record)
@@ -154,7 +156,7 @@ class Control(ReportsRates):
                     self._give_up(error)
 
     def on_fault(self, error: Exception, what: str) -> None:
-        """The engine can be controlled no more: ``what`` went wrong in whatever steers it, and it goes on without."""
+        """The engine can be controlled no more: ``what`` went wrong in whatever steers it (``error``); it goes on without."""
         with self._lock:
             if not self._ended:
                 self.failed = error
@@ -163,6 +165,7 @@ class Control(ReportsRates):
             self._detach("detached: the engine is steered no more")
 
     def budget(self, view: SchedulerView) -> int:
+        """Tokens of the step that ``view`` is planned for: as the controller says; as the knob while paused or failed."""
         if self._paused or self._ended or self._failure:
             return view.knobs.token_budget
         try:
@@ -250,6 +253,7 @@ class Control(ReportsRates):
                     self._actuator.log("pause", "paused by the operator")
 
     def resume(self) -> None:
+        """Have the controller decide again, after :meth:`pause` or :meth:`set`."""
         with self._lock:
             self._check_attached()
             self._by_the_clock()
@@ -267,7 +271,8 @@ class Control(ReportsRates):
             self._detach("detached: the knobs from before are restored")
 
     def set(self, /, **knobs: float) -> Knobs:
-        """Set knobs by hand and pause, so that the controller does not undo it. Returns the knobs in force."""
+        """Set ``knobs`` by hand and pause, so that the controller does not undo it. Returns the knobs in force. Raises
+        ``ValueError`` for an unknown name and for a value above the engine's limits."""
         with self._lock:
             self._check_attached()
             self._by_the_clock()

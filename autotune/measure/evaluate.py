@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from autotune.engines import Engine, Handle, VirtualEngine, virtual, waiting
-from autotune.measure.score import Score, deadline, score, slo_for
+from autotune.measure.score import Score, deadline, score
 from autotune.workload import Arrival, Workload, prompt_ids, replay
 from autotune.workload.replay import ReplayReport
 from runtime.clock import Clock
@@ -28,7 +28,7 @@ from runtime.errors import AutotuneError, RejectedError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
-from runtime.slo import SLO, RequestClass, slos_of
+from runtime.slo import SLO, RequestClass, slo_for, slos_of
 
 __all__ = ["MAX_DRAIN_S", "EvaluationError", "Interrupted", "Recorder", "evaluate", "wait_until_idle"]
 
@@ -99,16 +99,18 @@ def evaluate(
     keep: Callable[[Sequence[RequestRecord]], None] | None = None,
     classes: Sequence[RequestClass] = (),
 ) -> Score:
-    """Serve ``workload`` for ``warmup + duration`` seconds under ``setting`` (None: as the knobs stand) and score it.
+    """Serve ``workload`` on ``engine`` under ``setting`` (None: as the knobs stand) and score it.
 
-    ``slo``: one for all requests, or one for each class (an engine's ``slos``), with ``default`` for classes not named;
-    ``classes``: those with an SLO and a weight of their own, beside one for all others.
-    ``seed`` fixes the arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, so that two
-    measurements may have the same load and yet share no cached prefix. ``keep`` is given the records behind the score, in the
-    order of their arrivals (which are when they were due).
+    Requests arrive for ``warmup + duration`` seconds on the engine's clock; those of the first ``warmup`` are served and left
+    out of the score. ``slo``: one for all requests, or one for each class (an engine's ``slos``), with ``default`` for
+    classes not named; ``classes``: those with an SLO and a weight of their own, beside one for all others. ``seed`` fixes the
+    arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, of which there are ``vocab_size``, so
+    that two measurements may have the same load and yet share no cached prefix. ``label`` begins the id of each request.
+    ``keep`` is given the records behind the score, in the order of their arrivals (which are when they were due).
 
-    Raises :class:`EvaluationError` when the engine is not idle, a request fails, or its limits were below the setting at
-    any time; :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
+    Raises :class:`EvaluationError` when the engine is not idle, a request fails, or its limits were below the setting at any
+    time; :class:`Interrupted` when ``stop`` returns true; ``ValueError`` where a class has no SLO. The engine is left idle
+    either way, its knobs at ``setting``.
     """
     slo = slos_of(slo, classes)
     clock, simulated = engine.clock, virtual(engine)

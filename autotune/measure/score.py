@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from autotune.workload.replay import ReplayReport
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord, percentile
-from runtime.slo import SLO, attainment, weighted_attainment, wilson_interval
+from runtime.slo import SLO, attainment, slo_for, weighted_attainment, wilson_interval
 
 CDF_AT = (0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97.5, 99, 100)
 """The percentiles a latency distribution is kept at."""
@@ -73,15 +73,19 @@ class ClassScore(BaseModel):
 class Score(BaseModel):
     """What one setting did under one load.
 
-    ``rate`` is the workload's mean; ``offered_rate`` what came in this window, which for a few seconds of bursts or of a
-    trace may be something else.
-    ``goodput``: requests/s that met every target, each counted by the weight of its class; ``completed_rate``: those that
-    completed at all; both of those due in the window. ``throughput``: output tokens/s that came out during the window, whoever
-    they belong to. ``blocks``: (offered, met), weighted, of each second of the window (of longer parts where it has more than
-    10,000), for intervals that respect bursts.
-    ``e2e_mean_ms``: over all but the rejected; one that was unfinished counts with the time it had been there.
-    ``lateness_p99_ms``: how late the sender was. Each request is judged by the SLO of its class; ``classes`` has each class by
-    itself, and is empty where there is one SLO for all (and in scores of earlier versions).
+    ``setting``: the knobs by name, in force as ``epoch``. ``seed``: of the arrivals and lengths. ``rate`` is the workload's
+    mean; ``offered_rate`` what came in this window of ``window_s`` seconds, which for a few seconds of bursts or of a trace
+    may be something else (both requests/s). Of the ``offered`` requests, ``met`` met every target: ``attainment`` is that
+    share, ``attainment_low`` and ``attainment_high`` its 95% Wilson interval. ``violations``: how many missed each metric.
+    ``unfinished``: those that were cut off after the last deadline, or timed out. ``goodput``: requests/s that met every
+    target, each counted by the weight of its class; ``completed_rate``: those that completed at all; both of those due in the
+    window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
+    met), weighted, of each second of the window (of longer parts where it has more than 10,000), for intervals that respect
+    bursts. ``ttft_ms``, ``tpot_ms``, ``e2e_ms``: percentiles. ``e2e_mean_ms``: over all but the rejected; one that was
+    unfinished counts with the time it had been there. ``steps``: the engine's inside the window. ``lateness_p99_ms``: how
+    late the sender was; ``sender_busy``: the share of its time that it spent handing requests over. ``wall_s``: how long the
+    measurement took on the engine's clock, warm-up and drain included. Each request is judged by the SLO of its class;
+    ``classes`` has each class by itself, and is empty where there is one SLO for all (and in scores of earlier versions).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -116,14 +120,6 @@ class Score(BaseModel):
     def weighted_attainment(self) -> float:
         """Goodput as a share of what was offered: attainment, each request counted by the weight of its class."""
         return weighted_attainment(self)
-
-
-def slo_for(slos: SLO | Mapping[str, SLO], request_class: str) -> SLO:
-    """The SLO of a class: its own, or that of ``default``. Raises ``ValueError`` where there is neither."""
-    slo = slos if isinstance(slos, SLO) else slos.get(request_class, slos.get("default"))
-    if slo is None:
-        raise ValueError(f"no SLO for class {request_class}, and no default")
-    return slo
 
 
 def deadline(slo: SLO, output_tokens: int) -> float:

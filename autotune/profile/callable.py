@@ -180,7 +180,7 @@ def save_callable_profile(profile: CallableProfile, path: Path) -> None:
 
 
 def load_callable_profile(path: str | Path) -> CallableProfile:
-    """Read and check the profile of a callable. Raises :class:`InputError`: file, field, value, what is allowed."""
+    """Read and check the profile of a callable at ``path``. Raises :class:`InputError`: file, field, value, what is allowed."""
     data = read_yaml(path)
     if not isinstance(data, dict) or data.get("kind") != "callable":
         kind = shortened(data.get("kind")) if isinstance(data, dict) and "kind" in data else "missing"

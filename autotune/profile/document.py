@@ -138,13 +138,13 @@ def profile_text(profile: Profile, path: Path) -> str:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write ``path`` whole or not at all. Raises :class:`InputError` when the place cannot be written."""
+    """Write ``profile`` to ``path``, whole or not at all. Raises :class:`InputError` when the place cannot be written."""
     write_whole(path, profile_text(profile, path))
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read and check a profile, of this version or an earlier one. Raises :class:`InputError`, one line: file, field,
-    value, what is allowed."""
+    """Read and check the profile at ``path``, of this version or an earlier one. Raises :class:`InputError`, one line: file,
+    field, value, what is allowed."""
     data = read_yaml(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: is not a profile (it holds no fields); `autotune profile` makes one")

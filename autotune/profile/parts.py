@@ -48,6 +48,8 @@ __all__ = [
 
 
 class GpuInfo(Part):
+    """The GPU that was used."""
+
     name: Text
     count: Positive = Field(description="GPUs in the machine; one of them was used")
     memory_gib: AboveZero
@@ -87,6 +89,8 @@ class Machine(Part):
 
 
 class Software(Part):
+    """Versions of the packages that decide how fast a step is."""
+
     autotune: str
     torch: str
     transformers: str
@@ -99,6 +103,8 @@ class Software(Part):
 
 
 class ModelFacts(Part):
+    """The model as it was loaded."""
+
     name: Text = Field(description="preset, directory or hub id, as --model had it")
     architecture: Text
     parameters: Count = Field(description="0: not known")
@@ -111,6 +117,8 @@ class ModelFacts(Part):
 
 
 class KvPool(Part):
+    """The KV cache: so many blocks of so many tokens."""
+
     block_size: Positive = Field(description="tokens in a block")
     blocks: Positive
 

@@ -40,7 +40,7 @@ from autotune.profile.callable import CallableProfile
 from autotune.profile.parts import CostFacts, ModelFacts
 from autotune.profiling.calls import OutOfMemory, TimedCalls
 from autotune.profiling.step_driver import Sample, StepDriver
-from autotune.profiling.step_plan import Pilot, StepPlan
+from autotune.profiling.step_plan import CalibrationPlan, Pilot
 from autotune.profiling.steps import most_tokens, region_of
 from autotune.profiling.subject import Subject
 from runtime.step_model import StepFeatures
@@ -194,7 +194,7 @@ def check_steps(
     """
     cost = CostModel.from_facts(facts.planned or facts)
     driver = StepDriver(engine, model.vocab_size, most_tokens(engine, model), seed=seed, stop=stop or (lambda: False))
-    plan = StepPlan(driver, engine, seed)
+    plan = CalibrationPlan(driver, engine, seed)
     token = cost.predict(StepFeatures(0, 0, 256, 256, 256 * 257 // 2, 1)) / 256
     expected = Pilot(token, token, cost.predict(StepFeatures(8, 512, 0, 0, 0)))
     scripts = plan.scripts(budget_s / _ROUNDS, expected)

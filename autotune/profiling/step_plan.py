@@ -102,7 +102,7 @@ class Mix(NamedTuple):
     cv: float
 
 
-class StepPlan:
+class CalibrationPlan:
     """Scripts for one round of about ``seconds``; the same in every round."""
 
     def __init__(self, driver: StepDriver, engine: Engine, seed: int) -> None:

@@ -28,7 +28,7 @@ from autotune.profile.parts import ModelFacts
 from autotune.profiling.drift import Drift, ReferenceStep
 from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
 from autotune.profiling.step_driver import Sample, Script, StepDriver, idle_before, samples
-from autotune.profiling.step_plan import REFERENCE_DECODES, Mix, Pilot, StepPlan
+from autotune.profiling.step_plan import REFERENCE_DECODES, CalibrationPlan, Mix, Pilot
 from autotune.profiling.warnings import unseen
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
@@ -113,7 +113,7 @@ def measure_steps(
     clock, graph_sizes = engine.clock, engine.facts.graph_sizes
     begun = clock.now()
     driver = StepDriver(engine, model.vocab_size, most_tokens(engine, model), seed=seed, stop=stop or (lambda: False))
-    plan = StepPlan(driver, engine, seed)
+    plan = CalibrationPlan(driver, engine, seed)
     driver.run(plan.reference())  # warm-up
     driver.run(plan.pilot())
     short, decodes = driver.run(plan.pilot()), driver.run(plan.reference())

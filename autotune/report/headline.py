@@ -13,7 +13,8 @@ from autotune.report.evidence import Evidence, Target, targets, trial_of
 from autotune.report.profile_table import cheapest, warnings
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
-from autotune.report.wording import mean_cell, mean_title, ms, number, percent, plus_minus, ratio, target_share
+from autotune.report.wording import mean_cell, mean_title, ms, number, percent, plus_minus, target_share
+from autotune.workload.options import fraction
 from runtime.knobs import KNOBS
 
 
@@ -179,7 +180,7 @@ def _facts(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     profile = evidence.profile
     model, load = profile.model, profile.workload
     size = f"{model.parameters / 1e9:.1f}B" if model.parameters >= 1e9 else f"{model.parameters / 1e6:.0f}M"
-    scale = "" if load.length_scale == 1 else f", lengths × {ratio(load.length_scale)}"
+    scale = "" if load.length_scale == 1 else f", lengths × {fraction(load.length_scale)}"
     bounds = ", ".join(
         f"{name.upper()} {value:,g} ms" for name, value in profile.slo.targets_ms.items() if value is not None
     )

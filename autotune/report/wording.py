@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from fractions import Fraction
 
 from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import PURPOSES, Point
@@ -80,12 +79,6 @@ def off(what: str, middle: float, worst: float | None) -> str:
     far = "" if worst is None else f", at worst by {error(worst)}"
     said = f"typically off by {error(middle)} (median){far}"
     return f"{what} are {said}" if middle <= UNRELIABLE else f"{what} are not to be relied on: {said}"
-
-
-def ratio(scale: float) -> str:
-    """A length scale: 0.125 is 1/8."""
-    fraction = Fraction(scale).limit_denominator(1024)
-    return f"{scale:g}" if fraction.denominator in (1, 1024) else str(fraction)
 
 
 def plus_minus(point: Point) -> str:

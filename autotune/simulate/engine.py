@@ -64,15 +64,14 @@ class SimulatedRequest:
 class SimulatedEngine(TunableSimulation):
     """Serves requests in virtual time on the machine that ``cost`` describes (seconds of a step).
 
-    ``kv_tokens``, ``block_size``: the KV pool; ``growth_reserve``: free blocks kept for each decode when a prompt is admitted;
-    ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering``, ``admission`` and
-    ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, and
-    ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at the same
-    times whatever is run); both drawn from ``seed``.
-    ``graph_sizes``: for how many rows its decode steps are recorded, a fact that it tells; ``cost`` says what padding takes.
-    ``fast_forward=False`` makes every step by itself, with the same results. ``acceptance``: the probability that a drafted
-    token is right, of all requests or by class; at 0 none is drafted, whatever ``draft_tokens`` says. Not to be shared between
-    threads, but for turning knobs.
+    ``kv_tokens``, ``block_size``: the KV pool, in tokens; ``prefix_cache``: prompts share the KV of equal beginnings;
+    ``growth_reserve``: free blocks kept for each decode when a prompt is admitted; ``limits``, ``knobs``, ``slo``,
+    ``classes``, ``ordering``, ``admission`` and ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of
+    each step's time, relative, and ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at
+    the same times whatever is run); both drawn from ``seed``. ``graph_sizes``: for how many rows its decode steps are
+    recorded, a fact that it tells; ``cost`` says what padding takes. ``fast_forward=False`` makes every step by itself, with
+    the same results. ``acceptance``: the probability that a drafted token is right, of all requests or by class; at 0 none is
+    drafted, whatever ``draft_tokens`` says. Not to be shared between threads, but for turning knobs.
 
     Raises ``ValueError`` for arguments out of bounds.
     """

@@ -54,7 +54,7 @@ class CostExecutor:
         if not (math.isfinite(noise) and 0 <= noise < 1):
             raise ValueError(f"noise is {noise}; it must be at least 0 and below 1 (0.03 is 3%)")
         if noise and by_time:
-            raise ValueError("by_time is for jitter alone; noise must be 0")
+            raise ValueError(f"noise is {noise}; it must be 0 with by_time, which is for jitter alone")
         check_acceptances(acceptance)
         self.cost = cost
         self.noise = noise

@@ -149,7 +149,7 @@ class Scenario:
         coming = self.workload.at_rate(rate).arrivals(seed, limit=first + requests + 1)
         times = [arrival.time for arrival in coming]
         if len(times) < 2:
-            raise InputError(f"{self.workload.name} holds {len(times)} requests; a simulation needs more")
+            raise InputError(f"{self.workload.name} holds {len(times)} requests; a simulation needs at least 2")
         if len(times) < first + requests + 1:  # all there are, and the time until another would have come
             times.append(times[-1] + 1 / rate)
             first = int(len(times) * WARM_UP)

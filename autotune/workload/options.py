@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import overload
 
 from runtime.errors import InputError
@@ -73,3 +74,9 @@ class Options:
         if not text.isdecimal() or int(text) < low:
             raise InputError(f"{name} is {text!r}; it must be a whole number, at least {low}")
         return int(text)
+
+
+def fraction(scale: float) -> str:
+    """A scale in the spelling that :meth:`Options.number` reads: 0.125 is 1/8."""
+    simple = Fraction(scale).limit_denominator(1024)
+    return f"{scale:g}" if simple.denominator in (1, 1024) else str(simple)

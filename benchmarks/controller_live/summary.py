@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from autotune.bench import Comparison, Contender, compare
+from autotune.bench import Contender, PairedComparison, compare
 from autotune.bench.table import show
 from benchmarks.controller_live.figures import Panel
 from benchmarks.live.loads import Case
@@ -20,7 +20,7 @@ class Compared(NamedTuple):
     order and early rejection, if any took part; ``layers``: everybody's goodput over that one's, by name."""
 
     case: Case
-    comparison: Comparison
+    comparison: PairedComparison
     best: Contender
     against_best: Ratio
     against_defaults: Ratio
@@ -109,13 +109,13 @@ def _of_case(c: Compared, ours: Contender, vllm: Contender) -> dict[str, Any]:
         "best_static": c.best.name,
     }
     for name, contender in (("control", ours), ("defaults", vllm), ("best", c.best)):
-        standing = c.comparison.standing(contender)
+        found = c.comparison.summary(contender)
         shape[name] = {
-            "attainment": number(standing.attainment.value),
-            "goodput": number(standing.goodput.value),
-            "goodput_interval": interval(standing.goodput),
-            "offered": standing.offered,
-            "rounds": standing.rounds,
+            "attainment": number(found.attainment.value),
+            "goodput": number(found.goodput.value),
+            "goodput_interval": interval(found.goodput),
+            "offered": found.offered,
+            "rounds": found.rounds,
         }
     return shape
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from autotune.bench import Comparison, Contender, Estimate, compare
+from autotune.bench import Contender, Estimate, PairedComparison, compare
 from autotune.bench.table import show
 from benchmarks.live.loads import Case
 from benchmarks.live.ratios import Ratio, geometric_mean, interval, number, ratio, words
@@ -22,7 +22,7 @@ class Compared(NamedTuple):
     """One load: the rivals it had, by what they are called, and what ours and ours with knobs alone are to each."""
 
     case: Case
-    comparison: Comparison
+    comparison: PairedComparison
     rivals: dict[str, Contender]
     ours: dict[str, Ratio]
     knobs_only: dict[str, Ratio]
@@ -116,14 +116,14 @@ def summary(found: Sequence[Figures]) -> dict[str, Any]:
 def _of_case(c: Compared) -> dict[str, Any]:
     shape: dict[str, Any] = {"slo": str(c.case.slo), "rate": round(c.case.workload.rate, 2)}
     for name, contender in {"ours": OURS, "ours, knobs only": KNOBS_ONLY, **c.rivals}.items():
-        standing = c.comparison.standing(contender)
+        found = c.comparison.summary(contender)
         shape[name] = {
             "name": contender.name,
-            "attainment": number(standing.attainment.value),
-            "goodput": number(standing.goodput.value),
-            "goodput_interval": interval(standing.goodput),
-            "offered": standing.offered,
-            "rounds": standing.rounds,
+            "attainment": number(found.attainment.value),
+            "goodput": number(found.goodput.value),
+            "goodput_interval": interval(found.goodput),
+            "offered": found.offered,
+            "rounds": found.rounds,
         }
     shape["fixed settings"] = [one.name for one in c.comparison.contenders if one not in (STOCK, OURS, KNOBS_ONLY)]
     shape["ratios"] = {name: [number(e.value), *interval(e)] for name, r in c.ours.items() for e in [r.estimate()]}

@@ -24,7 +24,7 @@ from runtime.batching.options import (
     memory_bounded,
     priced_strategy,
     seconds,
-    slos_of,
+    slos_by_class,
     whole_cost,
     workers_of,
 )
@@ -49,12 +49,14 @@ class Batcher(TunableBatcher):
     docs/how-to/batch.md. ``max_batch_size``, ``max_wait_ms``, ``token_budget``: the knobs to begin with; for the adaptive
     strategy they are ceilings, and none is needed. ``limits``: their ceilings while it runs.
 
-    ``replicas``: a number of workers that call ``fn``, or a list of callables, one for each worker; ``concurrency``: calls
-    at a time in each. ``processes``: each worker in a process of its own. ``max_queue``: items that may wait; beyond,
-    ``submit`` blocks or, with ``when_full="reject"``, raises. ``call_price_ms``: what a call costs, in milliseconds that
-    one item waits; ``inf``: as few calls as the SLO allows. ``isolate``: a call that raises is halved until the item at fault
-    is found. ``collate`` makes of the list what ``fn`` is given. ``memory_limit_bytes`` with ``measure_bytes`` (which says
-    how many bytes the call that has just ended held at most) keeps calls below a limit.
+    ``replicas``: a number of workers that call ``fn``, or a list of callables, one for each worker; ``concurrency``: calls at
+    a time in each. ``processes``: each worker in a process of its own. ``max_queue``: items that may wait; beyond, ``submit``
+    blocks or, with ``when_full="reject"``, raises. ``call_price_ms``: what a call costs, in milliseconds that one item waits;
+    ``inf``: as few calls as the SLO allows. ``isolate``: a call that raises is halved until the item at fault is found.
+    ``retries``: how many times an item runs again whose worker died. ``collate`` makes of the list what ``fn`` is given.
+    ``memory_limit_bytes`` with ``measure_bytes`` (which says how many bytes the call that has just ended held at most) keeps
+    calls below a limit. ``name``: what its threads and messages call it, that of ``fn`` unless given. ``clock``: of every
+    deadline and record, the monotonic one unless given.
 
     Use from threads and event loops alike, and as a context manager. Wrong values raise ``ValueError``.
     """
@@ -116,7 +118,7 @@ class Batcher(TunableBatcher):
         core = BatchCore(
             chosen,
             grouping,
-            slo=slos_of(slo),
+            slo=slos_by_class(slo),
             knobs=knobs,
             limits=limits,
             workers=len(functions),
@@ -167,8 +169,13 @@ class Batcher(TunableBatcher):
     ) -> ItemFuture:
         """Queue ``item``; returns a future, of which streamed outputs can be read one by one.
 
-        ``deadline_s`` from now stands in for the SLO's; after ``timeout_s`` the item ends, whatever its state. Raises
-        :class:`RejectedError`: ``queue_full`` (where it would have to wait in an event loop, too), ``slo``, ``closed``.
+        Higher ``priority`` goes first under the grouping ``priority``; ``tenant``: whose it is, for the grouping ``fair``.
+        ``request_class``: whose SLO it has, that of ``default`` unless there is one by this name. ``deadline_s``, seconds
+        from now, stands in for the SLO's; after ``timeout_s`` seconds the item ends, whatever its state. ``request_id`` (1,
+        2, … unless given) names it in records and errors.
+
+        Raises ``ValueError`` for a time that is not above 0 and a cost below 0, and :class:`RejectedError`: ``queue_full``
+        (where it would have to wait in an event loop, too), ``slo``, ``closed``.
         """
         future = self._new(item, priority, tenant, request_class, deadline_s, timeout_s, request_id)
         self._pool.submit(future.item, block=self._block and not in_event_loop())
@@ -210,17 +217,20 @@ class Batcher(TunableBatcher):
         return whole_cost(cost)
 
     def __call__(self, item: Any, **options: Any) -> Any:
-        """The result of ``item``; in an event loop something to ``await`` for it. The options are those of ``submit``."""
+        """The result of ``item``; in an event loop something to ``await`` for it. ``options`` are those of :meth:`submit`."""
         return self.acall(item, **options) if in_event_loop() else self.call(item, **options)
 
     def call(self, item: Any, **options: Any) -> Any:
-        """Submit ``item`` and wait for its result."""
+        """Submit ``item`` and wait for its result; ``options`` are those of :meth:`submit`."""
         if self._pool.here:
             raise RuntimeError(_FOR_ITSELF)
         return self.submit(item, **options).result()
 
     async def acall(self, item: Any, **options: Any) -> Any:
-        """Await the result of ``item``, and room in the queue before that. Cancelling the task withdraws the item."""
+        """Await the result of ``item``, and room in the queue before that. Cancelling the task withdraws the item.
+
+        ``options`` are those of :meth:`submit`.
+        """
         if self._pool.here:
             raise RuntimeError(_FOR_ITSELF)
         future = self._new(item, **options)
@@ -241,7 +251,7 @@ class Batcher(TunableBatcher):
         return_exceptions: bool = False,
         **options: Any,
     ) -> Iterator[Any]:
-        """The results of ``items``, in their order or (``ordered=False``) as they come.
+        """The results of ``items``, in their order or (``ordered=False``) as they come; ``options`` as for :meth:`submit`.
 
         It reads no further ahead than the queue has room, and waits for that whatever ``when_full`` says. There is no deadline
         unless ``deadline_s`` gives one. The first exception is raised, and the rest withdrawn, unless ``return_exceptions``
@@ -270,7 +280,7 @@ class Batcher(TunableBatcher):
         self._forgotten.detach()
 
     async def aclose(self, drain: bool = True) -> None:
-        """As :meth:`close`, without holding up the event loop."""
+        """As :meth:`close`, ``drain`` included, without holding up the event loop."""
         if self._pool.here:
             return self.close(drain)
         await asyncio.to_thread(self.close, drain)

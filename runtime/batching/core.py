@@ -22,7 +22,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.ordering import Ordering
 from runtime.records import FinishReason
 from runtime.settings import Settings
-from runtime.slo import SLO, first_target
+from runtime.slo import SLO, find_slo, first_target
 from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
@@ -105,7 +105,7 @@ class BatchCore:
                 retry_after_s=self.item_s * max(1, state.waiting // 4),
             )
         if item.deadline == UNTIL_SLO:
-            slo = self.slos.get(item.request_class) or self.slos.get("default")
+            slo = find_slo(self.slos, item.request_class)
             item.deadline = inf if slo is None else item.arrival + first_target(slo)
         state.now = now
         gap = max(0.0, item.arrival - state.last_arrival)  # threads may overtake one another by a moment

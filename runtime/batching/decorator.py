@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from runtime.batching.batcher import Batcher, in_event_loop
 from runtime.batching.future import ItemFuture
-from runtime.batching.options import slos_of
+from runtime.batching.options import slos_by_class
 from runtime.errors import EngineClosedError
 
 
@@ -114,7 +114,7 @@ def _check(options: dict[str, Any]) -> None:
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         raise TypeError(f"@batch has no option {unknown!r}; the options are {', '.join(_OPTIONS)}")
-    slos_of(options.get("slo"))
+    slos_by_class(options.get("slo"))
 
 
 _OPTIONS = [name for name in inspect.signature(Batcher).parameters if name != "fn"]
@@ -161,7 +161,7 @@ def batch(function: Callable[..., Any], /) -> Batched: ...
 @overload
 def batch(**options: Any) -> Callable[[Callable[..., Any]], Batched]: ...
 def batch(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Decorate a function, or a method, that takes a list of items. The options are those of :class:`Batcher`."""
+    """Decorate ``function``, or a method, that takes a list of items. ``options`` are those of :class:`Batcher`."""
     if function is not None:
         return Batched(function, options)
     return lambda decorated: Batched(decorated, options)

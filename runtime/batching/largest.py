@@ -55,8 +55,8 @@ def find_max_batch(
 
     ``example``: one item, the largest that will come, for memory depends on it. Each size runs once to warm up and
     ``repeats`` times timed; one that is beyond ``latency_ms``, or only looks for the end of memory, runs once. So with much
-    memory and a slow ``fn`` it is ``most`` that bounds the search. What else ``fn`` raises goes through; a size of 1 that
-    does not fit raises :class:`MemoryError`.
+    memory and a slow ``fn`` it is ``most`` that bounds the search. ``clock`` returns seconds. What else ``fn`` raises goes
+    through; a size of 1 that does not fit raises :class:`MemoryError`.
     """
     for name, value in (("most", most), ("repeats", repeats)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

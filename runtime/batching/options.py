@@ -27,12 +27,14 @@ def whole_cost(cost: Any) -> int:
 
 
 def seconds(name: str, value: float) -> float:
+    """``value``, if it is a number of seconds above 0 (``inf`` is one); ``name`` is what the error calls it."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name} is {value!r}; it must be a number of seconds above 0")
     return value
 
 
 def workers_of(fn: Callable[..., Any] | None, replicas: int | Sequence[Callable[..., Any]] | None) -> list[Any]:
+    """What each worker calls: ``fn``, as many times as ``replicas`` says (once for None), or the callables of that list."""
     if isinstance(replicas, Sequence):
         if fn is not None or not replicas:
             raise ValueError("replicas is a list: it must hold at least one callable and stand in for fn")
@@ -48,16 +50,18 @@ def workers_of(fn: Callable[..., Any] | None, replicas: int | Sequence[Callable[
 
 
 def priced_strategy(value: str | Strategy, call_price_ms: float) -> Strategy:
+    """The strategy ``value``, by name or as it is. A price of a call (ms that one item waits) is for ``"adaptive"`` alone."""
     if isinstance(call_price_ms, bool) or not isinstance(call_price_ms, int | float) or not call_price_ms >= 0:
         raise ValueError(f"call_price_ms is {call_price_ms!r}; it must be a number of milliseconds of at least 0")
     if value == "adaptive":
         return Adaptive(call_price_s=call_price_ms / 1e3)
     if call_price_ms:
-        raise ValueError("call_price_ms is given; only the adaptive strategy knows what to do with it")
+        raise ValueError(f'call_price_ms is {call_price_ms:g}; it must be 0 unless strategy is "adaptive"')
     return strategy_of(value)
 
 
-def slos_of(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] | None:
+def slos_by_class(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] | None:
+    """The SLO of each request class; one for all is that of class ``default``. None where there is none."""
     if slo is None:
         return None
     return {name: SLO.of(s) for name, s in slo.items()} if isinstance(slo, Mapping) else {"default": SLO.of(slo)}
@@ -76,8 +80,16 @@ def first_knobs(given: Mapping[str, float], limits: KnobLimits, strategy: Strate
 def memory_bounded(
     strategy: Strategy, limit_bytes: int | None, measure: Callable[[], int] | None, processes: bool
 ) -> Strategy:
-    if (limit_bytes is None) != (measure is None):
-        raise ValueError("memory_limit_bytes and measure_bytes go together; one of them is missing")
+    """``strategy``, its calls kept below ``limit_bytes`` as ``measure`` finds them; as it is without both.
+
+    ``processes``: whether workers are processes, whose memory ``measure`` cannot see.
+    """
+    if limit_bytes is not None and measure is None:
+        raise ValueError(
+            f"measure_bytes is None; beside memory_limit_bytes, {limit_bytes}, it must be a function that returns bytes"
+        )
+    if limit_bytes is None and measure is not None:
+        raise ValueError("memory_limit_bytes is None; beside measure_bytes it must be a number of bytes")
     if limit_bytes is None:
         return strategy
     if processes:
@@ -86,5 +98,6 @@ def memory_bounded(
 
 
 def check_queue(max_queue: int, knobs: Knobs, strategy: Strategy) -> None:
+    """Raise unless ``max_queue`` items, a whole number, can fill a batch of a static ``strategy``."""
     if isinstance(strategy, Static) and isinstance(max_queue, int) and 0 < max_queue < knobs.max_batch_size:
         raise ValueError(f"max_queue is {max_queue}; a static batch of {knobs.max_batch_size} would never fill")

@@ -100,7 +100,7 @@ class TunableBatcher(Tuning):
     def set_admission(
         self, policy: AdmissionPolicy | None, *, source: RateSource | None = None, lease: Lease | None = None
     ) -> None:
-        """Raises ``ValueError`` for any policy."""
+        """Nothing for None; raises ``ValueError`` for any ``policy``, whatever ``source`` and ``lease``."""
         if policy is not None:
             raise ValueError(
                 f"admission is {policy}; it must be None for a batcher, whose strategy rejects what is late"

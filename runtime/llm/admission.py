@@ -46,6 +46,7 @@ from runtime.ordering import ordering_of
 from runtime.ordering.learned import OutputLengths, TokenTimes
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import Sequence
+from runtime.slo import find_slo
 
 PROBE_S: Final = 5.0
 """Seconds without anything let in after which one is, whatever is predicted."""
@@ -83,7 +84,7 @@ class AdmissionPolicy:
 
     @classmethod
     def of(cls, value: AdmissionPolicy | bool | None) -> AdmissionPolicy | None:
-        """A policy as it is, the default one for True, none for False and None. Raises ``ValueError`` otherwise."""
+        """``value``, if it is a policy; the default one for True, none for False and None. Raises ``ValueError`` otherwise."""
         if value is None or value is False:
             return None
         if value is True:
@@ -233,7 +234,7 @@ class Admission:
 
     def target(self, sequence: Sequence) -> float:
         """Seconds from its arrival by which the first token of ``sequence`` must have come; inf if never."""
-        slo = self._slack.slo_of(sequence)
+        slo = find_slo(self._slack.slos, sequence.request.request_class)
         if slo is None:
             return inf
         target = inf if slo.ttft_ms is None else slo.ttft_ms / 1e3
@@ -268,7 +269,7 @@ class Admission:
         """``sequence`` waits, from its arrival on."""
         limit = self.policy.queue_timeout
         if limit == "ttft":
-            slo = self._slack.slo_of(sequence)
+            slo = find_slo(self._slack.slos, sequence.request.request_class)
             limit = None if slo is None or slo.ttft_ms is None else slo.ttft_ms / 1e3
         if limit is not None:
             self.timeouts.add(sequence, sequence.request.arrival + limit)

@@ -29,9 +29,9 @@ from runtime.wakeups import Wakeups
 class TokenEvent(NamedTuple):
     """One token of a stream, the ``position``-th of the output from 0 on.
 
-    ``text`` is what it adds to the text: nothing while a character or a possible stop string is incomplete. ``logprob`` and
-    ``top_logprobs`` ((token id, log-probability) pairs, likeliest first) are there if ``logprobs`` was requested.
-    ``finish_reason`` stands on the last token of a request that ran to its natural end.
+    ``token_id`` is its id in the vocabulary; ``text`` is what it adds to the text: nothing while a character or a possible
+    stop string is incomplete. ``logprob`` and ``top_logprobs`` ((token id, log-probability) pairs, likeliest first) are there
+    if ``logprobs`` was requested. ``finish_reason`` stands on the last token of a request that ran to its natural end.
     """
 
     position: int

@@ -41,12 +41,15 @@ class Engine(TunableEngine):
     """Serves one model to many threads and event loops at once.
 
     ``model``: a local directory, hub id or preset name, or a loaded model. ``knobs`` may change while it runs, up to
-    ``limits``. ``slo`` is the SLO of requests of class ``default``, ``classes`` those of others. ``kv_tokens``: size of
-    the KV pool in tokens (None: what the memory allows); ``max_model_len`` lowers the model's context. At most ``max_queue``
-    requests wait; ``admission`` ends those that can no longer meet their TTFT target. ``prefix_cache``: prompts share the KV of
-    equal beginnings; ``"tenant"`` only within a tenant, so that none can learn from response times what others ask.
-    ``threads``: CPU threads of the model. ``executor`` runs the steps in place of the model's own, and needs ``kv_tokens``;
-    its clock must be ``clock``.
+    ``limits``. ``slo`` is the SLO of requests of class ``default``, ``classes`` those of others. ``dtype`` and ``device`` of
+    a model by name are those of :func:`runtime.load_model`. ``kv_tokens``: size of the KV pool in tokens (None: what the
+    memory allows), in blocks of ``block_size`` tokens; ``max_model_len``, tokens, lowers the model's context. At most
+    ``max_queue`` requests wait, in the order of ``ordering``: the name of one (docs/how-to/order.md has them), or one of
+    your own. ``admission`` ends those that can no longer meet their TTFT target. ``prefix_cache``: prompts share the KV of
+    equal beginnings; ``"tenant"`` only within a tenant, so that none can learn from response times what others ask. ``seed``:
+    that of a preset's random weights, and of the draws of requests that bring none. ``step_policy`` gives each step its own
+    token budget, below ``knobs.token_budget``. ``threads``: CPU threads of the model. ``executor`` runs the steps in place of
+    the model's own, and needs ``kv_tokens``; its clock must be ``clock``.
 
     Use it as a context manager: leaving the block finishes what was accepted, or cancels it if the block raised. An engine
     that is forgotten stops by itself, and does not hold up the interpreter's exit. Every method may be called from any
@@ -174,11 +177,18 @@ class Engine(TunableEngine):
         request_id: str | None = None,
         **sampling: Any,
     ) -> Stream:
-        """Queue one request; ``sampling`` are fields of :class:`SamplingParams`, such as ``max_tokens=8``.
+        """Queue one request: ``prompt``, text or token ids, with ``params`` (greedy, 128 tokens, unless given).
 
-        ``deadline_s`` from now orders requests and cancels nothing; after ``timeout_s`` the request ends, whatever its
-        state. Raises ``ValueError`` for a prompt that is empty, holds unknown token ids, or is too long with
-        ``max_tokens`` for the context or the KV pool; :class:`RejectedError` if the queue is full or the engine closed.
+        ``sampling`` are fields of :class:`SamplingParams` that replace those of ``params``, such as ``max_tokens=8``. Higher
+        ``priority`` goes first under the ordering ``priority``, where a level outweighs ten seconds of waiting. ``tenant``:
+        whose it is, for the ordering ``fair`` and a prefix cache by tenant. ``request_class``: whose SLO it has, one of the
+        engine's classes or ``default``. ``deadline_s`` from now orders requests and cancels nothing; after ``timeout_s``
+        seconds the request ends, whatever its state. ``request_id`` (``#1``, ``#2``, … unless given) names it in records,
+        errors and :meth:`cancel`.
+
+        Raises ``ValueError`` for a prompt that is empty, holds unknown token ids, or is too long with ``max_tokens`` for the
+        context or the KV pool, for an unknown class and for the id of another live request; ``TypeError`` for an unknown
+        name; :class:`RejectedError` if the queue is full or the engine closed.
         """
         arrival = self.clock.now()
         request = self._intake.request(
@@ -198,15 +208,18 @@ class Engine(TunableEngine):
         return Stream(buffer, self, loop.may_wait)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
-        """``for token in engine.stream(prompt)``. The options are those of :meth:`submit`."""
+        """``for token in engine.stream(prompt)``. ``prompt``, ``params`` and ``options`` are those of :meth:`submit`."""
         return self.submit(prompt, params, **options)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
-        """``async for token in engine.astream(prompt)``. The options are those of :meth:`submit`."""
+        """``async for token in engine.astream(prompt)``. ``prompt``, ``params`` and ``options`` are those of :meth:`submit`."""
         return self.submit(prompt, params, **options)
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
-        """One prompt's completion; cancelling the task cancels the request. For many: ``asyncio.gather``."""
+        """The completion of one prompt; cancelling the task cancels the request. For many: ``asyncio.gather``.
+
+        ``prompt``, ``params`` and ``options`` are those of :meth:`submit`; it raises what :class:`Stream` does.
+        """
         with self.submit(prompt, params, **options) as stream:
             return await stream.aresult()
 
@@ -241,7 +254,7 @@ class Engine(TunableEngine):
         return_exceptions: bool = False,
         **options: Any,
     ) -> Any:
-        """The completions of ``prompts``, in their order, however many; the options are those of :meth:`submit`.
+        """The completions of ``prompts``, in their order, however many; ``params`` and ``options`` are those of :meth:`submit`.
 
         ``return_exceptions``: what a prompt raised stands in its place, so that one fault never loses the others; without
         it the first error is raised and the rest cancelled. ``progress`` draws a bar on stderr.
@@ -259,7 +272,7 @@ class Engine(TunableEngine):
             )
 
     def cancel(self, request_id: str) -> bool:
-        """End a request, whatever its state; its stream raises RequestCancelledError. False if none by this id runs."""
+        """End the request ``request_id``, whatever its state; its stream raises RequestCancelledError. False if none runs."""
         return self._loop.cancel(request_id)
 
     # -- the engine itself ----------------------------------------------------------------------------------------------

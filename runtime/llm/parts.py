@@ -50,8 +50,12 @@ def parts_of(
     ``max_batch_size`` a GPU's decode steps are recorded.
     """
     if executor is not None:
-        if isinstance(model, str) or kv_tokens is None:
-            raise ValueError("an executor of your own needs a model that is not a name, and kv_tokens")
+        if isinstance(model, str):
+            raise ValueError(f"model is {model!r}; with an executor of your own it must be an object, not a name")
+        if kv_tokens is None:
+            raise ValueError(
+                "kv_tokens is None; with an executor of your own it must be the size of its KV pool, in tokens"
+            )
         return Parts(model, _said(model), executor, kv_tokens // block_size)
     if isinstance(model, str):
         announce(f"loading {model} …")  # importing PyTorch alone takes seconds

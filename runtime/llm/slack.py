@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 
 from runtime.request import Sequence
-from runtime.slo import SLO
+from runtime.slo import SLO, find_slo
 
 GIVE_UP = 16
 """Token times behind schedule at which a sequence is counted as late for good."""
@@ -72,9 +72,6 @@ class SlackTracker:
         self._gap: dict[Sequence, float] = {}
         self.following = False
 
-    def slo_of(self, sequence: Sequence) -> SLO | None:
-        return self.slos.get(sequence.request.request_class) or self.slos.get("default")
-
     def follow(self, queued: Iterable[Sequence], decoding: Iterable[Sequence]) -> None:
         """Begin, with those that wait for their first or next token and those that decode, by the SLOs of now."""
         self.following = True
@@ -94,7 +91,7 @@ class SlackTracker:
         no target any more: here and in :meth:`decoding`."""
         if not self.following or sequence.relegated is not None:
             return
-        slo = self.slo_of(sequence)
+        slo = find_slo(self.slos, sequence.request.request_class)
         if slo is None:
             return
         due = inf
@@ -113,7 +110,7 @@ class SlackTracker:
         if not self.following:
             return
         self._fixed.drop(sequence)
-        slo = self.slo_of(sequence)
+        slo = find_slo(self.slos, sequence.request.request_class)
         if slo is None or sequence.relegated is not None:
             return
         if slo.e2e_ms is not None:

@@ -23,8 +23,9 @@ class TokenLogprob(NamedTuple):
 class Completion:
     """A request that ran to its natural end.
 
-    ``token_ids`` holds every sampled token, the one that ended it included; ``text`` ends before an end-of-sequence token,
-    stop id or stop string. ``logprobs`` is None unless requested. ``record`` has its times.
+    ``request_id`` is that of :meth:`runtime.Engine.submit`. ``token_ids`` holds every sampled token, the one that ended it
+    included; ``text`` ends before an end-of-sequence token, stop id or stop string. ``finish_reason``: ``length`` or
+    ``stop``. ``logprobs`` is None unless requested. ``record`` has its times.
     """
 
     request_id: str

@@ -62,7 +62,8 @@ class TunableCore(Tuning):
     ) -> None:
         """Have ``policy`` (True: the default one) end what comes too late, from the next step on; None or False ends that.
 
-        ``source`` says how fast prompts are computed, where that has not been measured yet.
+        ``source`` says how fast prompts are computed, where that has not been measured yet. Raises LeaseError if a controller
+        holds the engine and ``lease`` is not its own, EngineClosedError, and ``ValueError`` for what is no policy.
         """
         self._lease.check(lease)
         made = AdmissionPolicy.of(policy)

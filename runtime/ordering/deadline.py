@@ -7,7 +7,7 @@ from math import inf
 
 from runtime.ordering.fcfs import Fcfs
 from runtime.ordering.protocol import Queued
-from runtime.slo import SLO, first_target
+from runtime.slo import SLO, find_slo, first_target
 
 NO_DEADLINE_S = 60.0
 """What has no deadline is ordered as if it were due this long after its arrival."""
@@ -24,11 +24,11 @@ class Deadline(Fcfs):
         """That of its class, or of ``default``; None for what has a deadline of its own."""
         if queued.deadline is not None:
             return None
-        return self._slos.get(queued.request_class) or self._slos.get("default")
+        return find_slo(self._slos, queued.request_class)
 
     def key(self, queued: Queued) -> float:
         due = queued.deadline
         if due is None:
-            slo = self.slo_of(queued)
+            slo = find_slo(self._slos, queued.request_class)
             due = inf if slo is None else queued.arrival + first_target(slo)
         return due if due < inf else queued.arrival + NO_DEADLINE_S

@@ -23,7 +23,7 @@ from runtime.knobs import KNOBS
 from runtime.llm.admission import QUEUE_TIMEOUT_REASON, SLO_REASON
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.serving.histogram import LatencyHistogram, bounds_with
-from runtime.slo import METRICS, wilson_interval
+from runtime.slo import METRICS, find_slo, wilson_interval
 from runtime.tunable import Tunable
 
 PREFIX: Final = "autotune_"
@@ -130,8 +130,7 @@ class ServingMetrics(Collector):
         self.tpot.observe(record.tpot)
         self.itl.observe_all(record.itl)
         self.e2e.observe(record.e2e)
-        slos = self._engine.slos
-        slo = slos.get(record.request_class, slos.get("default"))
+        slo = find_slo(self._engine.slos, record.request_class)
         if slo is not None and record.offered:
             missed = slo.violated(record)
             self._violations.update(missed)

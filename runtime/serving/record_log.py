@@ -10,9 +10,8 @@ from types import TracebackType
 from typing import Self
 
 from runtime.errors import InputError
+from runtime.json_lines import holds_something_else
 from runtime.records import FinishReason, RequestRecord, StepRecord
-
-_FIRST_LINE = 1 << 20  # bytes of it that are looked at
 
 
 class RecordLog:
@@ -27,7 +26,7 @@ class RecordLog:
             self._file: TextIOWrapper = path.open("a", encoding="utf-8")
         except OSError as error:
             raise InputError(f"--records: {path} cannot be written ({error.strerror or error})") from None
-        if _holds_something_else(path):
+        if holds_something_else(path, "token_times"):
             self._file.close()
             raise InputError(f"--records: {path} exists and holds no records of requests; name another file")
 
@@ -49,18 +48,6 @@ class RecordLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.flush()
         self._file.close()
-
-
-def _holds_something_else(path: Path) -> bool:
-    """Whether the first line of the file at ``path`` is no record. A file that cannot be read, or looked into, may be one."""
-    try:
-        if not path.is_file():  # a pipe, a device
-            return False
-        with path.open("rb") as file:
-            first = file.readline(_FIRST_LINE)
-    except OSError:
-        return False
-    return bool(first) and not (first.startswith(b"{") and b'"token_times":' in first)
 
 
 def read_records(path: Path) -> list[RequestRecord]:

@@ -37,10 +37,12 @@ _HUB_TIMEOUT_S = 5.0
 class LoadedModel:
     """A model ready to run.
 
-    ``model`` is in eval mode, on ``device``, in ``dtype``. It belongs to the engines that run it, which lay it out for serving;
-    :func:`from_model` leaves a model of yours as it is. ``architecture`` is transformers' model type. ``vocab_size`` is the width
-    of its logits, ``max_model_len`` the most tokens (prompt + output) of one request, ``eos_token_ids`` what ends a text (may be
-    empty). ``kv_bytes_per_token`` counts all ``kv_layers``. ``layers`` is how many the config names.
+    ``model`` is in eval mode, on ``device``, in ``dtype``. It belongs to the engines that run it, which lay it out for
+    serving; :func:`from_model` leaves a model of yours as it is. ``tokenizer`` None: prompts are token ids. ``name``: what
+    errors and records of measurements call it. ``architecture`` is transformers' model type, ``parameters`` how many there
+    are. ``vocab_size`` is the width of its logits, ``max_model_len`` the most tokens (prompt + output) of one request,
+    ``eos_token_ids`` what ends a text (may be empty). ``kv_bytes_per_token`` counts all ``kv_layers``. ``layers`` is how many
+    the config names.
     """
 
     model: PreTrainedModel
@@ -91,8 +93,10 @@ def load_model(
     """Load ``name``: a preset (see :data:`runtime.torch_backend.presets.PRESETS`), a directory, or a hub id.
 
     ``dtype`` "auto" is bfloat16 on CUDA and on CPUs that multiply it natively, else float32. ``device`` "auto" is CUDA if
-    there is one. ``seed`` is for a preset's random weights. ``max_model_len`` None takes the model's context, or as much of
-    it as its RoPE allows (see :mod:`runtime.torch_backend.rope`).
+    there is one. ``seed`` is for a preset's random weights. ``max_model_len`` (tokens, prompt and output) None takes the
+    model's context, or as much of it as its RoPE allows (see :mod:`runtime.torch_backend.rope`). ``tensor_parallel``: devices
+    that it is split over, 1 so far. ``trust_remote_code``: run Python code that comes with the model. ``revision``: a branch,
+    tag or commit on the hub, None for the main one.
 
     Raises :class:`ModelError` (one line: the path or name, and what is wrong), :class:`UnsupportedModelError` for quantised
     weights, LoRA adapters, tensor parallelism, encoder-decoders, models with recurrent or linear-attention layers and a

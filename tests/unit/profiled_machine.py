@@ -21,7 +21,7 @@ from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session
 from autotune.profiling.setup import Setup
 from autotune.profiling.space import make_space
-from autotune.profiling.stages.context import Context, Request
+from autotune.profiling.stages.context import Context, MeasurementRequest
 from autotune.profiling.study import open_study
 from autotune.profiling.timing import Schedule
 from autotune.simulate import SimulatedEngine
@@ -153,7 +153,7 @@ def changed(
 
     real = Context._measure
 
-    def measure(self: Any, request: Request, *rest: Any) -> Run:
+    def measure(self: Any, request: MeasurementRequest, *rest: Any) -> Run:
         serving.append(request.key)
         if len(serving) >= last:
             raise Interrupted("interrupted")

@@ -187,9 +187,10 @@ def test_a_strategy_and_its_name_are_the_same(strategy: str) -> None:
         ({"max_queue": 0}, "max_queue is 0"),
         ({"when_full": "panic"}, "when_full is 'panic'"),
         ({"call_price_ms": -1}, "call_price_ms is -1"),
-        ({"call_price_ms": 5, "strategy": "dynamic"}, "only the adaptive strategy"),
+        ({"call_price_ms": 5, "strategy": "dynamic"}, 'call_price_ms is 5; it must be 0 unless strategy is "adaptive"'),
         ({"strategy": "static", "max_queue": 3}, "a static batch of 32 would never fill"),
-        ({"memory_limit_bytes": 100}, "memory_limit_bytes and measure_bytes go together"),
+        ({"memory_limit_bytes": 100}, "measure_bytes is None; beside memory_limit_bytes, 100, it must be a function"),
+        ({"measure_bytes": int}, "memory_limit_bytes is None; beside measure_bytes it must be a number of bytes"),
         (
             {"memory_limit_bytes": 100, "measure_bytes": int, "processes": True},
             "measure_bytes is given and processes is set",

@@ -14,10 +14,10 @@ from plotly.graph_objects import Figure
 from rich.console import Console
 
 from autotune.bench import (
-    Comparison,
     Contender,
     Failure,
     Outcome,
+    PairedComparison,
     Result,
     Turn,
     compare,
@@ -107,7 +107,7 @@ def result(contender: Contender, number: int, met: list[bool], duration: float =
     return Result(Turn(contender, number, number, number), score(), outcomes, ())
 
 
-def world() -> Comparison:
+def world() -> PairedComparison:
     """Two rounds of 40 requests: ONE keeps all but every tenth, TWO all but every second."""
     results = [result(ONE, r, [i % 10 != 9 for i in range(40)]) for r in (0, 1)]
     results += [result(TWO, r, [i % 2 == 0 for i in range(40)]) for r in (0, 1)]
@@ -115,7 +115,7 @@ def world() -> Comparison:
 
 
 def test_shares_and_percentiles_are_of_all_requests() -> None:
-    found = world().standing(ONE)
+    found = world().summary(ONE)
     assert (found.rounds, found.offered) == (2, 80)
     assert found.attainment.value == pytest.approx(0.9) and found.goodput.value == pytest.approx(0.9)
     assert found.attainment.low <= 0.9 <= found.attainment.high
@@ -139,7 +139,7 @@ def test_a_difference_takes_only_rounds_that_both_have() -> None:
     comparison = compare([result(ONE, 0, good), result(TWO, 0, good), result(ONE, 1, bad)], 40.0)
     found = comparison.difference(ONE, TWO)
     assert found is not None and (found.rounds, found.difference.value) == (1, 0.0)
-    assert comparison.standing(ONE).attainment.value == 0.5
+    assert comparison.summary(ONE).attainment.value == 0.5
     assert compare([result(ONE, 0, good), result(TWO, 1, good)], 40.0).difference(ONE, TWO) is None
 
 
@@ -147,7 +147,7 @@ def test_intervals_follow_the_spread_between_rounds() -> None:
     steady = [result(ONE, r, [i % 2 == 0 for i in range(40)]) for r in range(4)]
     moody = [result(TWO, r, [r % 2 == 0] * 40) for r in range(4)]
     comparison = compare([*steady, *moody], 40.0)
-    one, two = (comparison.standing(c).attainment for c in (ONE, TWO))
+    one, two = (comparison.summary(c).attainment for c in (ONE, TWO))
     assert one.value == two.value == 0.5
     assert one.high - one.low < 0.2 < 0.6 < two.high - two.low
 
@@ -156,7 +156,7 @@ def test_nothing_measured_is_refused_and_nothing_finished_is_not_a_number() -> N
     with pytest.raises(ValueError, match="nothing was measured"):
         compare([], 10.0)
     none = Result(Turn(ONE, 0, 0, 0), score(), (Outcome(1.0, False, None, None, None),), ())
-    found = compare([none], 10.0).standing(ONE)
+    found = compare([none], 10.0).summary(ONE)
     assert found.attainment.value == 0 and math.isnan(found.latencies["e2e_ms"][0].value)
     assert found.as_dict()["e2e_ms"]["p50"] == {"value": None, "low": None, "high": None}
 
@@ -188,9 +188,9 @@ def test_a_single_block_has_no_interval() -> None:
         [result(ONE, 0, [True, False, True, True], 3.0), result(TWO, 0, [True, False, False, True], 3.0)], 3.0
     )
     for contender in (ONE, TWO):
-        standing = made.standing(contender)
-        pairs = [one for pair in standing.latencies.values() for one in pair]
-        for estimate in (standing.attainment, standing.goodput, *pairs):
+        summary = made.summary(contender)
+        pairs = [one for pair in summary.latencies.values() for one in pair]
+        for estimate in (summary.attainment, summary.goodput, *pairs):
             assert math.isfinite(estimate.value) and math.isnan(estimate.low) and math.isnan(estimate.high)
     console = Console(width=120, file=io.StringIO())
     show(made, EASY, console, baseline=TWO)

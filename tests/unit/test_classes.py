@@ -242,12 +242,12 @@ def test_a_bench_weighs_requests_and_tells_classes_apart() -> None:
         if isinstance(r, Result)
     ]  # fmt: skip
     comparison = compare(results, 8.0)
-    standing = comparison.standing(one)
-    (met, chats), (none, batch) = standing.classes["chat"], standing.classes["batch"]
-    assert none == 0 < met <= chats and chats + batch == standing.offered
-    assert standing.attainment.value == pytest.approx(met / (chats + 0.25 * batch))
-    assert standing.goodput.value == pytest.approx(met / 8.0) == pytest.approx(results[0].score.goodput)
-    assert standing.as_dict()["classes"]["batch"] == {"met": 0, "offered": batch}
+    summary = comparison.summary(one)
+    (met, chats), (none, batch) = summary.classes["chat"], summary.classes["batch"]
+    assert none == 0 < met <= chats and chats + batch == summary.offered
+    assert summary.attainment.value == pytest.approx(met / (chats + 0.25 * batch))
+    assert summary.goodput.value == pytest.approx(met / 8.0) == pytest.approx(results[0].score.goodput)
+    assert summary.as_dict()["classes"]["batch"] == {"met": 0, "offered": batch}
     console = Console(width=250, file=io.StringIO())
     show_bench(comparison, CHAT.slo, console, baseline=other, classes=[CHAT, tight])
     assert isinstance(console.file, io.StringIO)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from autotune import __version__
-from autotune.cli.display import Display, duration, ratio
+from autotune.cli.display import Display, duration
 from autotune.cli.main import app, run
 from autotune.cli.options import seconds
 from autotune.cli.profile_study import stem
@@ -289,8 +289,7 @@ def test_progress_on_a_terminal_draws_each_stage_once() -> None:
     assert text.count("calibrating") >= 1 and "searching" in text and "done" in text
 
 
-def test_figures_for_people() -> None:
-    assert [ratio(s) for s in (1.0, 0.125, 0.0625, 0.3)] == ["1", "1/8", "1/16", "3/10"]
+def test_durations_for_people() -> None:
     assert [duration(s) for s in (0, 59.4, 60, 125)] == ["0 s", "59 s", "1:00 min", "2:05 min"]
 
 

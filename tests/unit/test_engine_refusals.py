@@ -83,12 +83,14 @@ def test_longer_than_the_pool_names_both_numbers() -> None:
         ({"classes": [1]}, "classes holds 1; each must be a RequestClass"),
         ({"limits": Knobs()}, r"limits is Knobs\(.*; it must be KnobLimits"),
         ({"knobs": 5}, "knobs is 5; it must be Knobs"),
+        ({"kv_tokens": None}, "kv_tokens is None; with an executor of your own it must be the size of its KV pool"),
+        ({"model": "tiny"}, "model is 'tiny'; with an executor of your own it must be an object, not a name"),
     ],
 )
 def test_what_an_engine_cannot_be_made_of(options: dict[str, Any], message: str) -> None:
     before = threading.active_count()
     with pytest.raises(ValueError, match=message):
-        Engine(FakeModel(), executor=FakeExecutor(), **{"kv_tokens": 64, **options})
+        Engine(**{"model": FakeModel(), "executor": FakeExecutor(), "kv_tokens": 64, **options})
     assert threading.active_count() == before
 
 

@@ -259,5 +259,5 @@ def test_by_time_a_run_of_steps_takes_what_single_ones_do() -> None:
 
 
 def test_by_time_there_is_no_other_noise() -> None:
-    with pytest.raises(ValueError, match="by_time is for jitter alone"):
+    with pytest.raises(ValueError, match=r"noise is 0\.1; it must be 0 with by_time"):
         CostExecutor(h200(), noise=0.1, jitter=STALLS, by_time=True)

@@ -104,6 +104,11 @@ def test_a_finite_workload_gives_what_it_has() -> None:
     assert found.offered == pytest.approx(90, abs=2)
 
 
+def test_one_request_is_too_few() -> None:
+    with pytest.raises(InputError, match="limit=1 holds 1 requests; a simulation needs at least 2"):
+        scenario(workload=EVEN + ",limit=1").window(5.0, seed=4, requests=200)
+
+
 def test_another_machine_is_slower_by_what_is_said() -> None:
     knobs = Knobs(256, 0, 2048, 2048)
     here = scenario().measure(knobs, 1.0, 0, requests=50)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.records import FinishReason
-from runtime.slo import METRICS, SLO, RequestClass, attainment, wilson_interval
+from runtime.slo import METRICS, SLO, RequestClass, attainment, find_slo, slo_for, wilson_interval
 from tests.building import request_record
 
 WRITE = "write ttft=500ms,tpot=50ms@99%"
@@ -169,8 +169,18 @@ def test_attainment_by_class_falls_back_to_the_default_class() -> None:
     classes = {"default": SLO(ttft_ms=500), "batch": SLO(ttft_ms=3000)}
     assert attainment([slow], classes).met == 1
     assert attainment([slow._replace(request_class="chat")], classes).met == 0
-    with pytest.raises(ValueError, match="no SLO for class chat, and no default"):
+    with pytest.raises(ValueError, match=r"no SLO for class chat, and no default; the classes with one are batch$"):
         attainment([slow._replace(request_class="chat")], {"batch": SLO(ttft_ms=3000)})
+
+
+def test_the_slo_of_a_class() -> None:
+    default, batch = SLO(ttft_ms=500), SLO(ttft_ms=3000)
+    both = {"default": default, "batch": batch}
+    assert (find_slo(both, "batch"), find_slo(both, "chat")) == (batch, default)
+    assert find_slo({"batch": batch}, "chat") is None
+    assert (slo_for(batch, "chat"), slo_for(both, "chat"), slo_for(both, "batch")) == (batch, default, batch)
+    with pytest.raises(ValueError, match=r"no SLO for class chat, and no default; the classes with one are none$"):
+        slo_for({}, "chat")
 
 
 def test_attainment_of_nothing() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.workload import parse_workload
+from autotune.workload.options import Options, fraction
 from autotune.workload.parse import COMMON, NAMES
 from runtime.errors import InputError
 
@@ -24,6 +25,12 @@ def test_common_options() -> None:
     assert (workload.length_scale, workload.cap_prompt, workload.cap_output) == (0.125, 256, 32)
     assert (workload.limit, workload.seed) == (9, 4)
     assert parse_workload("azure-conv:time=2").rate == pytest.approx(parse_workload("azure-conv").rate / 2)
+
+
+def test_scales_read_as_they_are_written() -> None:
+    assert [fraction(s) for s in (1.0, 0.125, 0.0625, 0.3)] == ["1", "1/8", "1/16", "3/10"]
+    for scale in (0.125, 2.0, 3.7e-5):
+        assert Options({"length": fraction(scale)}).number("length", None) == scale
 
 
 def test_prompt_and_output_options() -> None:

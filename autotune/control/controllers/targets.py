@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from autotune.control.controllers.running_statistics import Recent
 from runtime.records import RequestRecord
-from runtime.slo import SLO
+from runtime.slo import SLO, find_slo
 
 _MEMORY = 0.01  # weight of the newest request in a class's share
 _GONE = 0.005  # share below which a class no longer counts
@@ -59,7 +59,7 @@ class SLOTargets:
         self._tighten()
 
     def of(self, request_class: str) -> SLO | None:
-        return self._slos.get(request_class) or self._slos.get("default")
+        return find_slo(self._slos, request_class)
 
     def name_of(self, request_class: str) -> str:
         """The class whose SLO applies: its own name, or ``default``."""
@@ -149,7 +149,7 @@ class SLOTargets:
 
     def met(self, record: RequestRecord) -> bool:
         """Whether ``record`` met every target of its class that counts."""
-        slo = self.of(record.request_class)
+        slo = find_slo(self._slos, record.request_class)
         return record.completed and (slo is None or not set(slo.violated(record)).difference(self._too_short(slo)))
 
     def slow(self, record: RequestRecord, outputs: Recent) -> bool:

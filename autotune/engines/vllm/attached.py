@@ -75,5 +75,5 @@ def _taken_over(scheduler: Any, config: Any) -> SelfTuningScheduler:
     if not steered:
         made.install()
     if made.steering is None:
-        raise ValueError("engine cannot be tuned: its scheduler lacks what the log names")
+        raise ValueError(f"engine cannot be tuned: {made.refused}")
     return made

@@ -69,7 +69,7 @@ class VllmCore:
         self._llm = llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         scheduler = llm.engine_core.engine_core.scheduler
         if scheduler.steering is None:
-            raise InputError("vLLM cannot be tuned: its scheduler lacks what the log names")
+            raise InputError(f"vLLM cannot be tuned: {scheduler.refused}")
         self._steering = scheduler.steer(
             self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True, contained=False
         )  # whoever waits for tokens would wait for ever, were vLLM to go on without the steering

@@ -97,6 +97,8 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
     """Mixed over a vLLM scheduler. :attr:`steering` is None where it is left alone."""
 
     steering: Steering | None
+    refused = ""
+    """Why :meth:`install` left it alone; empty where it did not."""
     fault: Exception | None = None
     """What switched the steering off, if it was a fault of its own."""
     contained = True
@@ -108,12 +110,14 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
         self.install()
 
     def install(self) -> None:
-        """Begin to steer. Nothing may have been added; :attr:`steering` stays None, with a line in the log, where that is not
-        possible."""
+        """Begin to steer. Nothing may have been added; :attr:`steering` stays None where that is not possible, and the log and
+        :attr:`refused` say why."""
         self.steering = None
+        self.refused = ""
         self._unreported: list[Aborted] = []  # left over when it was let go
         if lacking := missing(self):
-            log.warning("not tuned: the scheduler has no %s. %s", ", ".join(lacking), UNTOUCHED)
+            self.refused = f"the scheduler has no {', '.join(lacking)}"
+            log.warning("not tuned: %s. %s", self.refused, UNTOUCHED)
             return
         self._stock_policy = self.policy
         self._stock_adaptive = getattr(self, "adaptive_long_prefill_threshold", False)  # which older versions lack
@@ -124,7 +128,8 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
             self.adaptive_long_prefill_threshold = False  # chunk_size is the knob
             self.steer(MonotonicClock())
         except Exception as error:  # a scheduler that has all it needs, but not as it is known here
-            log.warning("not tuned: it cannot be steered: %r. %s", error, UNTOUCHED)
+            self.refused = f"it cannot be steered: {error!r}"
+            log.warning("not tuned: %s. %s", self.refused, UNTOUCHED)
             self.steering = None
             self.adaptive_long_prefill_threshold = self._stock_adaptive
             if self.policy != self._stock_policy:

@@ -7,7 +7,7 @@ from autotune.profile.parts import Capacity
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import point
 from autotune.profiling.setup import Setup, balanced_seeds, rounded
-from autotune.profiling.stages.context import Context, Request
+from autotune.profiling.stages.context import Context, MeasurementRequest
 from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATED_CAPACITY, SIMULATION, VALIDATION
 from autotune.simulate.capacity import RateSearch, Search
 from runtime.knobs import Knobs
@@ -47,7 +47,7 @@ def find_capacity(context: Context, setup: Setup) -> None:
     for number in range(_CHECKS):
         if rate is None or any(p.rate == (rate := rounded(rate)) for p in tried):
             break
-        request = Request("capacity", choice.knobs, rate, _seed(context, setup, rate, number))
+        request = MeasurementRequest("capacity", choice.knobs, rate, _seed(context, setup, rate, number))
         if not context.in_time(end, request) and (number or context.meter.late(context.schedule.budget_s)):
             break  # a first one is worth what is left of the budget
         run = context.measured(request, setup, choice.point.label)

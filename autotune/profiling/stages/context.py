@@ -21,7 +21,7 @@ from runtime.clock import Clock
 
 
 @dataclass(frozen=True)
-class Request(Generic[SettingT]):
+class MeasurementRequest(Generic[SettingT]):
     """A measurement to be made: ``setting`` under the arrivals of ``rate`` and ``seed``.
 
     ``repeat`` tells apart measurements of one setting under one rate and seed.
@@ -84,7 +84,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         self.keep_time()
         return found
 
-    def in_time(self, end: float | None, request: Request[SettingT]) -> bool:
+    def in_time(self, end: float | None, request: MeasurementRequest[SettingT]) -> bool:
         """Whether that fits before ``end`` seconds are spent. What the study has already always does."""
         return self.meter.fits(end, self.run_guess) or self.study.measurements.known(request.key)
 
@@ -103,7 +103,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         """What ``decide`` says of the time there is, kept under ``key``: who takes up the study goes the same way."""
         return bool(self.study.measured(key, lambda: {"yes": decide()}, stop=self.stop)["yes"])
 
-    def measured(self, request: Request[SettingT], setup: SetupT, label: str) -> Run | None:
+    def measured(self, request: MeasurementRequest[SettingT], setup: SetupT, label: str) -> Run | None:
         """A measurement on the hardware: from the study if it is there, None if it failed."""
         stage, setting, key = request.stage, request.setting, request.key
         self.check()
@@ -123,7 +123,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         return self.found.measured.setdefault(key, found)
 
     def observe(
-        self, request: Request[SettingT], setup: SetupT, label: str, learn: Callable[[Run], None]
+        self, request: MeasurementRequest[SettingT], setup: SetupT, label: str, learn: Callable[[Run], None]
     ) -> str | None:
         """Measure, have ``learn`` take in the run, and count how long both took; the cause where it failed.
 
@@ -144,7 +144,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
             if key.startswith("run/"):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
-    def _measure(self, request: Request[SettingT], setup: SetupT, label: str) -> Run:
+    def _measure(self, request: MeasurementRequest[SettingT], setup: SetupT, label: str) -> Run:
         if not self.warm and not self.target.virtual:
             self._warm_up(request, setup)
         self.warm = True
@@ -156,7 +156,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         score = found.score.model_copy(update={"rate": request.rate})  # to the last digit: runs are compared by it
         return Run.of(request.setting, request.stage, label, score, steps=found.steps)
 
-    def _warm_up(self, request: Request[SettingT], setup: SetupT) -> None:
+    def _warm_up(self, request: MeasurementRequest[SettingT], setup: SetupT) -> None:
         """Serve a load before the first measurement, which would hold what is slow once, and what is left to be collected."""
         self.reporter.progress(0.0, "", "warming up", None)
         gc.collect()

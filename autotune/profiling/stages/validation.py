@@ -21,7 +21,7 @@ from autotune.profiling.points import Run, by_setting
 from autotune.profiling.posterior import Observation, Posterior, confidence, count_noise, repeat_noise
 from autotune.profiling.setup import Comparison
 from autotune.profiling.stages.candidates import Candidate, around, baseline_of, best_of, candidate
-from autotune.profiling.stages.context import Context, Request
+from autotune.profiling.stages.context import Context, MeasurementRequest
 
 WORTH = 0.0005
 """Share of goodput a measurement must be expected to gain to be made."""
@@ -33,13 +33,13 @@ _MOST_RUNS = 16  # if no more settings were requested
 _MOST_FAILED = 4  # settings, before anything was measured
 
 
-def request_for(setup: Comparison, one: Candidate, number: int, *, noisy: bool) -> Request[Any]:
+def request_for(setup: Comparison, one: Candidate, number: int, *, noisy: bool) -> MeasurementRequest[Any]:
     """Measurement ``number`` of a setting: each under the next seed, but for the second of a ``noisy`` one, a repeat."""
     seeds = setup.validation_seeds
     again = noisy and number == 1
     place = 0 if again else number - (noisy and number > 1)
     repeat = 1 if again else place // len(seeds) * 2
-    return Request("validation", one.setting, setup.rate, seeds[place % len(seeds)], repeat)
+    return MeasurementRequest("validation", one.setting, setup.rate, seeds[place % len(seeds)], repeat)
 
 
 class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
@@ -228,7 +228,7 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         index, gain = self._posterior.next(allowed)
         return index if gain >= WORTH else self._unsettled()
 
-    def _request(self, index: int) -> Request[SettingT]:
+    def _request(self, index: int) -> MeasurementRequest[SettingT]:
         """The next measurement of a candidate."""
         return request_for(self._setup, self._candidates[index], self._counts[index], noisy=index == self._noisy)
 

@@ -9,7 +9,8 @@ from autotune.profile import Point, Profile
 from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.section import Section, Table
-from autotune.report.wording import STAGES, listed, mean_cell, mean_title, names, number, percent, plus_minus, ratio
+from autotune.report.wording import STAGES, listed, mean_cell, mean_title, names, number, percent, plus_minus
+from autotune.workload.options import fraction
 from runtime.knobs import KNOBS, Knobs
 
 _STAGE_ORDER = {"validation": 0, "search": 1, "capacity": 2, "simulation": 3}
@@ -42,8 +43,8 @@ def origins(evidence: Evidence) -> Section:
         ),
         (
             "Workload",
-            f"{load.spec}: {load.description}; lengths × {ratio(load.length_scale)}, prompts {load.mean_prompt:.0f} and outputs "
-            f"{load.mean_output:.0f} tokens on average",
+            f"{load.spec}: {load.description}; lengths × {fraction(load.length_scale)}, prompts {load.mean_prompt:.0f} "
+            f"and outputs {load.mean_output:.0f} tokens on average",
         ),
         (
             "Rate",
