@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
-from runtime.least_squares import RecursiveLeastSquares
 from runtime.records import StepRecord
+from runtime.shared.least_squares import RecursiveLeastSquares
 
 if TYPE_CHECKING:
     from runtime.llm.plan import StepPlan

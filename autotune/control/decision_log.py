@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from runtime.errors import InputError
-from runtime.json_lines import holds_something_else
 from runtime.knobs import KNOBS, Knobs
+from runtime.shared.json_lines import holds_something_else
 
 VERSION = 1
 _IN_MEMORY = 1024  # decisions

@@ -23,8 +23,8 @@ from runtime.batching.virtual import VirtualPool
 from runtime.clock import VirtualClock
 from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
-from runtime.listeners import Listeners
 from runtime.records import FinishReason, RequestRecord
+from runtime.shared.listeners import Listeners
 from runtime.slo import SLO
 from runtime.tunable import Capabilities, Facts
 

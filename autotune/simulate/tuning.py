@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError
-from runtime.listeners import Listeners
 from runtime.llm.core import EngineCore
 from runtime.llm.tuning import TunableCore
+from runtime.shared.listeners import Listeners
 from runtime.slo import SLO
 from runtime.tunable import Capabilities, Facts, Listener, SchedulerView
 

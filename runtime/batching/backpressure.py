@@ -11,7 +11,7 @@ from typing import Final
 from runtime.batching.core import BatchCore
 from runtime.batching.future import ItemFuture
 from runtime.batching.item import ENDED, Item
-from runtime.wakeups import wake
+from runtime.shared.wakeups import wake
 
 _LOW_WATER: Final = 0.75  # of a full queue: where those who wait are let in again, many at a time
 

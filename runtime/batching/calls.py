@@ -13,7 +13,7 @@ from runtime.batching.core import BatchCore
 from runtime.batching.invoke import Function, Ran, WorkerDied, run_call
 from runtime.batching.item import ENDED, Call, Item
 from runtime.batching.outcomes import count_failed, deliver, fail_lost, hand_out, outcome_records
-from runtime.listeners import Listeners
+from runtime.shared.listeners import Listeners
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Ended, Item, Next
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
-from runtime.ceilings import Load, MemoryCeilings
 from runtime.errors import RejectedError
-from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.ordering import Ordering
 from runtime.records import FinishReason
-from runtime.settings import Settings
+from runtime.shared.ceilings import Load, MemoryCeilings
+from runtime.shared.expiries import Expiries
+from runtime.shared.settings import Settings
 from runtime.slo import SLO, find_slo, first_target
 from runtime.tunable import SchedulerView
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from runtime.batching.item import RUNNING, Item
-from runtime.wakeups import wake
+from runtime.shared.wakeups import wake
 
 
 class ItemFuture(Future[Any]):

@@ -15,7 +15,7 @@ from runtime.batching.future import ItemFuture
 from runtime.batching.item import WAITING
 from runtime.batching.pool import Pool
 from runtime.errors import RejectedError
-from runtime.progress import progress_bar
+from runtime.shared.progress import progress_bar
 
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
 

@@ -11,7 +11,7 @@ from runtime.batching.invoke import END, SKIP, Outcomes
 from runtime.batching.item import ENDED, Call, Ended, Item
 from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
 from runtime.records import FinishReason, RequestRecord
-from runtime.wakeups import Delivery
+from runtime.shared.wakeups import Delivery
 
 _PLAIN = {int, float, str, bytes, bool, list, tuple, dict, type(None)}
 

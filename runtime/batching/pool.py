@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
-from runtime.at_exit import stop_at_exit
 from runtime.batching.accounts import item_record
 from runtime.batching.backpressure import Backpressure
 from runtime.batching.calls import Calls
@@ -24,9 +23,10 @@ from runtime.batching.item import ENDED, Ended, Item
 from runtime.batching.outcomes import end_early
 from runtime.clock import Clock
 from runtime.errors import RejectedError
-from runtime.expiries import Expiries
-from runtime.listeners import Listeners
 from runtime.records import FinishReason
+from runtime.shared.at_exit import stop_at_exit
+from runtime.shared.expiries import Expiries
+from runtime.shared.listeners import Listeners
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from collections import deque
 from typing import NamedTuple
 
 from runtime.batching.item import Call
-from runtime.least_squares import RecursiveLeastSquares
+from runtime.shared.least_squares import RecursiveLeastSquares
 
 _WARM_UP = 1  # calls left out: the first is for caches and lazy initialisation
 _READY = 4  # calls that must have been seen to predict

@@ -11,12 +11,12 @@ from runtime.batching.core import BatchCore
 from runtime.batching.strategies import Strategy
 from runtime.clock import Clock
 from runtime.errors import EngineClosedError
-from runtime.listeners import Listeners
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
+from runtime.shared.listeners import Listeners
+from runtime.shared.tuning import Tuning
 from runtime.slo import SLO
 from runtime.tunable import CallableInfo, Capabilities, Facts, Lease, SchedulerView
-from runtime.tuning import Tuning
 
 T = TypeVar("T")
 

@@ -38,7 +38,6 @@ from math import inf
 from typing import Final, Literal, NamedTuple
 
 from runtime.errors import RejectedError
-from runtime.expiries import Expiries
 from runtime.llm.prefill_rate import PrefillRate, RateSource, Work
 from runtime.llm.slack import SlackTracker
 from runtime.llm.waiting import rank, work_of
@@ -46,6 +45,7 @@ from runtime.ordering import ordering_of
 from runtime.ordering.learned import OutputLengths, TokenTimes
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import Sequence
+from runtime.shared.expiries import Expiries
 from runtime.slo import find_slo
 
 PROBE_S: Final = 5.0

@@ -23,7 +23,7 @@ from runtime.llm.output import Detokenizer
 from runtime.llm.plan import Token
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Sequence
-from runtime.wakeups import Wakeups
+from runtime.shared.wakeups import Wakeups
 
 
 class TokenEvent(NamedTuple):

@@ -13,9 +13,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol, cast
 
-from runtime.ceilings import Load, MemoryCeilings
 from runtime.errors import DeviceError
-from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
 from runtime.llm.plan import Executor, OverlappingExecutor, StepPlan, StepResult
@@ -25,7 +23,9 @@ from runtime.llm.slack import SlackTracker
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
-from runtime.settings import Settings
+from runtime.shared.ceilings import Load, MemoryCeilings
+from runtime.shared.expiries import Expiries
+from runtime.shared.settings import Settings
 from runtime.tunable import SchedulerView, StepPolicy
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class EngineCore:
         return expiry if admission is None else min(expiry, admission.next_timeout)
 
     def set_knobs(self, knobs: Knobs) -> int:
-        """As :meth:`runtime.settings.Settings.set_knobs`."""
+        """As :meth:`runtime.shared.settings.Settings.set_knobs`."""
         return self.settings.set_knobs(knobs)
 
     @property

@@ -26,8 +26,8 @@ from runtime.llm.scheduler import Scheduler
 from runtime.llm.stream import Completion, Stream
 from runtime.llm.tuning import TunableEngine
 from runtime.ordering import Ordering
-from runtime.progress import progress_bar
 from runtime.request import SamplingParams
+from runtime.shared.progress import progress_bar
 from runtime.slo import SLO, RequestClass
 from runtime.tunable import Facts, StepPolicy
 

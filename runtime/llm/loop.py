@@ -17,10 +17,8 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from runtime.at_exit import stop_at_exit
 from runtime.clock import Clock
 from runtime.errors import DeviceError, EngineClosedError, RejectedError, StepFailedError
-from runtime.listeners import CompletionInterval, Listeners
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import Core, StepOutcome
 from runtime.llm.intake import never_ran
@@ -28,7 +26,9 @@ from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import Token
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, Sequence
-from runtime.wakeups import Wakeups
+from runtime.shared.at_exit import stop_at_exit
+from runtime.shared.listeners import CompletionInterval, Listeners
+from runtime.shared.wakeups import Wakeups
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

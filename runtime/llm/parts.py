@@ -9,7 +9,7 @@ from runtime.errors import ModelError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.intake import ServedModel
 from runtime.llm.plan import Executor
-from runtime.progress import announce
+from runtime.shared.progress import announce
 from runtime.slo import RequestClass
 from runtime.tunable import ModelInfo
 

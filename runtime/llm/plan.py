@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from runtime.ceilings import Load
 from runtime.records import FinishReason, LimitedBy
 from runtime.request import Sequence
+from runtime.shared.ceilings import Load
 
 
 class Chunk(NamedTuple):

@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from runtime.clock import Clock
-from runtime.listeners import Listeners
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import Adjustable, Core
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
+from runtime.shared.listeners import Listeners
+from runtime.shared.tuning import Tuning
 from runtime.slo import SLO
 from runtime.tunable import Capabilities, Lease, SchedulerView
-from runtime.tuning import Tuning
 
 T = TypeVar("T")
 

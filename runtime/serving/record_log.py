@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Self
 
 from runtime.errors import InputError
-from runtime.json_lines import holds_something_else
 from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.shared.json_lines import holds_something_else
 
 
 class RecordLog:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.ceilings import Load
 from runtime.clock import Clock, MonotonicClock
 from runtime.llm.drafts import verified
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
+from runtime.shared.ceilings import Load
 from runtime.torch_backend.attention import FixedAttention, PackedModel, StepInputs
 from runtime.torch_backend.backends import Backend, backend_for
 from runtime.torch_backend.contract import Loaded

@@ -13,10 +13,10 @@ from autotune import control
 from autotune.control import controllers
 from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Controller, Proposal, SLOAware
-from runtime.ceilings import Load
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import RequestRecord, StepRecord
+from runtime.shared.ceilings import Load
 from runtime.slo import SLO
 from tests.contract.contract_of_controllers import ALL, LOAD, NAMES, SLOS, explained, make
 from tests.engines import bench

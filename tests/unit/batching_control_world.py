@@ -16,8 +16,8 @@ from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.batching.virtual import Served, serve
 from runtime.knobs import Knobs
-from runtime.listeners import Listeners
 from runtime.records import FinishReason
+from runtime.shared.listeners import Listeners
 from runtime.slo import SLO
 from tests.unit.batching_world import linear
 

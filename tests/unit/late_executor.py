@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, NoReturn
 
-from runtime.ceilings import Load
 from runtime.errors import DeviceError, StepFailedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore, StepOutcome
@@ -22,6 +21,7 @@ from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.scheduler import Scheduler
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.shared.ceilings import Load
 from tests.unit.scheduler_world import BLOCK, chain, extend_hashes
 
 EOS = 0

@@ -6,11 +6,11 @@ from math import inf
 
 import pytest
 
-from runtime.ceilings import Load
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason
 from runtime.request import Sequence
+from runtime.shared.ceilings import Load
 from runtime.tunable import SchedulerView
 from tests.unit.scheduler_world import CheckingExecutor, World
 

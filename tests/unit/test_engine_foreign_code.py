@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from runtime.errors import RejectedError, StepFailedError
-from runtime.listeners import Listeners
 from runtime.llm.admission import AdmissionPolicy
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request
+from runtime.shared.listeners import Listeners
 from tests.engines import bench
 
 

@@ -15,12 +15,12 @@ from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
 from autotune.workload.replay import ReplayReport
-from runtime.ceilings import Load
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.request import Sequence
+from runtime.shared.ceilings import Load
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from tests.building import request_record
@@ -75,7 +75,7 @@ def test_the_drain_ends_with_the_last_deadline() -> None:
 
 @pytest.mark.parametrize("steps", [3, 10_000], ids=["for a while", "for good"])
 def test_a_run_in_which_memory_ran_out_is_an_error_and_no_score(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.ceilings._PATIENCE", steps)
+    monkeypatch.setattr("runtime.shared.ceilings._PATIENCE", steps)
     with paced() as engine:
         execute, ran_out = engine.executor.execute, threading.Event()
 

@@ -284,6 +284,19 @@ def test_autotune_has_rooms_and_no_loose_modules() -> None:
     assert rooms == {*ROOMS}
 
 
+def test_runtime_has_rooms_and_its_vocabulary() -> None:
+    """Loose are the words that everything is said in; what the rooms share has a room."""
+    stands = {path.stem for path in (ROOT / "runtime").glob("*.py")} - {"__init__"}
+    rooms = {path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")}
+    assert stands == {
+        "knobs", "slo", "request", "records", "tunable", "clock", "step_model", "errors", "version",
+    }  # fmt: skip
+    assert rooms == {"ordering", "shared", "llm", "batching", "torch_backend", "serving"}
+    for path in (ROOT / "runtime" / "shared").glob("*.py"):
+        imported = {one.target for one in imports_of(f"runtime.shared.{path.stem}", path.read_text(encoding="utf-8"))}
+        assert not [target for target in imported for room in rooms - {"shared"} if within(target, f"runtime.{room}")]
+
+
 def test_the_page_has_the_rooms_in_the_order_of_the_rule() -> None:
     """In its table, and in words beside the rule."""
     page = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")

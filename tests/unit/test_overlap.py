@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.ceilings import Load
 from runtime.errors import DeviceError, RejectedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -20,6 +19,7 @@ from runtime.llm.scheduler import Scheduler
 from runtime.ordering import ORDERINGS
 from runtime.records import FinishReason
 from runtime.request import Request, SamplingParams
+from runtime.shared.ceilings import Load
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.examples import examples

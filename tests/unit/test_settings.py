@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from runtime.knobs import KnobLimits, Knobs
-from runtime.settings import Settings
+from runtime.shared.settings import Settings
 from runtime.tunable import SchedulerView
 
 LIMITS = KnobLimits(max_batch_size=64, token_budget=4096)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from runtime.least_squares import RecursiveLeastSquares
+from runtime.shared.least_squares import RecursiveLeastSquares
 from runtime.step_model import StepFeatures, StepLearner
 from tests.unit.control_world import h200 as overlapped
 

@@ -24,7 +24,7 @@ from runtime.llm.slack import SlackTracker
 from runtime.ordering import Ordering
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams, Sequence
-from runtime.settings import Settings
+from runtime.shared.settings import Settings
 from runtime.slo import SLO
 from runtime.tunable import Facts, SchedulerView
 

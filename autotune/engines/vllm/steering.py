@@ -33,7 +33,6 @@ from typing import Any, Final, NamedTuple
 from autotune.engines.vllm.kv import KvPool
 from runtime.clock import Clock
 from runtime.errors import StepFailedError
-from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.plan import Token
@@ -44,7 +43,8 @@ from runtime.llm.waiting import WaitingQueue, given, key_of, precedes, put_behin
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
-from runtime.settings import Settings
+from runtime.shared.expiries import Expiries
+from runtime.shared.settings import Settings
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 

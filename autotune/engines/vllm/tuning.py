@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 from autotune.engines.vllm.core import facts_of
 from autotune.engines.vllm.steering import Steering
 from runtime.errors import EngineClosedError
-from runtime.listeners import Listeners
 from runtime.llm.tuning import TunableCore
+from runtime.shared.listeners import Listeners
 from runtime.slo import SLO
 from runtime.tunable import Capabilities, Facts, SchedulerView
 

@@ -3,15 +3,15 @@
 Wraps another strategy. After each call whose peak was measured, ``bytes = m0 + m1·cost`` is fitted (non-negative, relative least
 squares), and what the inner
 strategy decides is cut where 1.1 times that would exceed ``limit_bytes``. Running out of memory all the same halves the
-call and lowers ``effective_limits``; that is the core's business (:mod:`runtime.ceilings`) and needs no measuring.
+call and lowers ``effective_limits``; that is the core's business (:mod:`runtime.shared.ceilings`) and needs no measuring.
 """
 
 from __future__ import annotations
 
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies.protocol import Decision, State, Strategy, fit
-from runtime.least_squares import RecursiveLeastSquares
 from runtime.records import LimitedBy
+from runtime.shared.least_squares import RecursiveLeastSquares
 
 _RESERVE = 1.1
 _REACH = 2  # times the largest cost measured, beyond which the line is a guess

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from runtime.clock import Clock
 from runtime.knobs import KnobLimits, Knobs
-from runtime.listeners import Listeners
-from runtime.settings import Settings
+from runtime.shared.listeners import Listeners
+from runtime.shared.settings import Settings
 from runtime.slo import SLO
 from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 

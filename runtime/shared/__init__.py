@@ -1,0 +1,1 @@
+"""What the engine and the batcher both use: one implementation of each."""
