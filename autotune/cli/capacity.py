@@ -6,7 +6,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING
 
-from autotune.cli import simulated as shared
+from autotune.cli import simulation_options as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.options import AsJsonOfARun, Price, ProfiledClasses, ProfiledSlo, with_knobs
 

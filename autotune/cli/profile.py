@@ -28,7 +28,7 @@ from autotune.engines.named import DEFAULT, check_engine, choices, engine_named,
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from autotune.cli.profiled import ProfiledEngine
+    from autotune.cli.profile_output import ProfiledEngine
     from autotune.profile.parts import ObjectiveName
     from autotune.profiling.findings import Findings
 
@@ -143,8 +143,8 @@ def profile(
         )  # fmt: skip
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.profile_output import Files, finish
     from autotune.cli.profile_study import Requested, stem, work
-    from autotune.cli.profiled import Files, finish
     from autotune.cli.target import (
         check_dtype,
         device_kind,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.cli.display import Display
 from autotune.cli.exits import INTERRUPTED
-from autotune.cli.profiled import Files, ProfiledEngine
+from autotune.cli.profile_output import Files, ProfiledEngine
 from autotune.cli.target import running
 from autotune.engines.named import NamedSource, engine_identity
 from autotune.profile import Machine, ModelFacts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from autotune.cli import simulated as shared
+from autotune.cli import simulation_options as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.options import AsJsonOfARun, Price, ProfiledClasses, ProfiledSlo, check_rate, with_knobs
 

@@ -16,8 +16,8 @@ from autotune import __version__
 from autotune.cli.display import Display, duration
 from autotune.cli.main import app, run
 from autotune.cli.options import seconds
+from autotune.cli.profile_output import next_steps
 from autotune.cli.profile_study import stem
-from autotune.cli.profiled import next_steps
 from autotune.engines.own import default_model
 from autotune.profile import save_profile
 from autotune.report.profile_table import rows, show, table
