@@ -24,9 +24,10 @@ from vllm.v1.kv_cache_interface import (
 from autotune.engines.vllm.kv import KvPool
 from autotune.engines.vllm.model import model_of
 from autotune.engines.vllm.named import load_vllm
+from autotune.workload import Arrival
 from runtime.knobs import KnobLimits, Knobs
 from tests.integration.llama_folder import weightless_folder
-from tests.integration.vllm_agrees import BLOCK, Load, Steered, Stock
+from tests.integration.vllm_agrees import BLOCK, Load, Offered, Steered, Stock
 from tests.vllm_fakes import CountingExecutor, vllm_engine
 
 WIDTH: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -106,6 +107,26 @@ def test_all_is_served_from_a_pool_that_is_full(stock: Stock, name: str) -> None
     specs = POOLS[name]
     blocks = KvPool(stock.scheduler(4000, False, specs=specs)).blocks(1080)
     served(stock.scheduler(2 * blocks, False, specs=specs), LOAD)
+
+
+@pytest.mark.parametrize("budget", [24, 33, 40, 52, 200])
+def test_prompts_that_are_cut_at_blocks_go_on_beside_decodes(stock: Stock, budget: int) -> None:
+    """Of a model with aligned Mamba states, where less than a block is left of each step."""
+    scheduler = stock.scheduler(4000, False, specs=(FULL, ALIGNED))
+    scheduler.need_mamba_block_aligned_split, scheduler.cache_config.block_size = True, ALIGNED.block_size
+    world = Steered(scheduler, replace(LOAD, knobs=Knobs(64, 0, budget, 256)))
+    for number in range(20):
+        world.offer(Offered(number, Arrival(0.0, 1, 400, ((number, 1),), "default"), 0, None), due=0.0)
+    world.run(0.2)
+    assert world.steering.view(world.clock.now()).decoding == 20
+    world.offer(Offered(99, Arrival(0.2, 300, 1, ((99, 300),), "default"), 0, None), due=world.clock.now())
+    world.run()
+    ends = {record.id: record.finished for record in world.heard.requests}
+    assert len(ends) == 21 and ends["99"] < min(end for name, end in ends.items() if name != "99")
+    assert all(step.tokens <= budget for step in world.heard.steps)
+    if budget >= 20 + 2 * ALIGNED.block_size:
+        chunks = [step.prefill_tokens for step in world.heard.steps if step.prefill_tokens > 20]
+        assert chunks[0] % ALIGNED.block_size == 0, "where blocks fit they are kept to"
 
 
 def test_windows_let_more_be_admitted_than_full_attention_would(stock: Stock) -> None:

@@ -177,6 +177,8 @@ class Steering:
         self._free_blocks, self._blocks = self.kv.free, self.kv.blocks
         self._caches: bool = scheduler.kv_cache_manager.enable_caching
         self._watermark: int = scheduler.kv_cache_manager.watermark_blocks
+        aligned = getattr(scheduler, "need_mamba_block_aligned_split", False)
+        self._aligned_block: int = scheduler.cache_config.block_size if aligned else 0
         self._stock = (
             scheduler.max_num_active_reqs,
             scheduler.max_num_scheduled_tokens,
@@ -567,12 +569,20 @@ class Steering:
         if len(self._by_name) - len(self._yielding) == 1:
             given = min(given, knobs.chunk_size)
         scheduler.max_num_scheduled_tokens = given
-        scheduler.scheduler_config.long_prefill_token_threshold = knobs.chunk_size
+        scheduler.scheduler_config.long_prefill_token_threshold = self._chunk(knobs.chunk_size, given - decodes)
         scheduler.max_num_active_reqs = active
         scheduler.kv_cache_manager.watermark_blocks = reserve
         self._preparing = now, epoch, knobs, requested, slots, held
         self._prepared = True
         return held if held > now and not running and not active else -inf
+
+    def _chunk(self, most: int, left: int) -> int:
+        """What a prompt may take of a step with ``left`` tokens beside its decodes.
+
+        vLLM cuts prompts of models with Mamba states ("align") at the ends of blocks, unless a block is larger than a step may
+        hold, decodes included. Where less than a block is left beside them no prompt would go on, so vLLM is told how much is.
+        """
+        return max(1, min(most, left)) if left < self._aligned_block else most
 
     def begun(self) -> list[Sequence]:
         """Those whose prompts are in progress, in the order in which they are computed."""
