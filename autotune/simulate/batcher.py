@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 
 from autotune.workload import Arrival, ReplayReport, prompt_ids
@@ -29,6 +30,12 @@ from runtime.slo import SLO
 from runtime.tunable import Capabilities, Facts
 
 _ASK_EVERY = 256  # events between two questions whether to stop
+
+
+@lru_cache(maxsize=1 << 15)
+def _input_of(arrival: Arrival, inputs: int, prompt_seed: int) -> int:
+    """Which input ``arrival`` is for. Kept: settings are compared under the same arrivals."""
+    return prompt_ids(arrival, inputs, prompt_seed)[0]
 
 
 @dataclass
@@ -227,11 +234,9 @@ class SimulatedBatcher(TunableBatcher):
                     sent -= 1
                     break
                 self._calls.advance(max(due, clock.now()))
-            index = prompt_ids(arrival, len(self._costs), prompt_seed)[0]
-            item = Item(
-                None, due, self._costs[index], tenant=arrival.tenant, request_class=arrival.request_class,
-                id=f"{label}-{sent - 1}",
-            )  # fmt: skip
+            cost = self._costs[_input_of(arrival, len(self._costs), prompt_seed)]
+            name = f"{label}-{sent - 1}"
+            item = Item(None, due, cost, tenant=arrival.tenant, request_class=arrival.request_class, id=name)
             try:
                 self._add(item)
             except RejectedError:
