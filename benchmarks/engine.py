@@ -9,9 +9,11 @@ round.
 Prompts have 132 tokens on average, spread as in real traffic: log-normal with a coefficient of variation of 1, at most 768.
 Long ones have 256 to 768, even ones 8 to 256, both uniform; even ones are what static batches like best. Batches of the
 static peer are made in order of arrival, as a server would; ``--sorted-static`` lets it see all prompts beforehand and batch
-those of like length. Every pair of dtype and thread count runs in a process of its own.
+those of like length. Every pair of dtype and thread count runs in a process of its own. The JSON line is of the dtype that is
+fast on this machine, bfloat16 where the CPU multiplies it, else float32.
 
-Run ``python -m benchmarks.engine`` (``--quick``: fewer prompts and rounds); the last line is JSON.
+Run ``python -m benchmarks.engine`` (``--quick``: fewer prompts and rounds; ``--vllm PYTHON``: also against vLLM's CPU build, by a
+Python that has it, :mod:`benchmarks.vllm.generation`); the last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.command import command, exit_code
@@ -35,14 +38,7 @@ from benchmarks.command import command, exit_code
 BATCH = 32
 OUTPUT = 64
 LONGEST = {"short": 768, "even": 256, "long": 768}
-CASES = (
-    ("bfloat16", 1, "short"),
-    ("bfloat16", 1, "even"),
-    ("bfloat16", 1, "long"),
-    ("float32", 1, "short"),
-    ("bfloat16", 2, "short"),
-    ("float32", 2, "short"),
-)
+KINDS = ("short", "even", "long")
 Prompts = Sequence[Sequence[int]]
 
 
@@ -52,6 +48,12 @@ class Peer(NamedTuple):
     name: str
     settings: str
     run: Callable[[Prompts], int]
+
+
+def cases(fast: str) -> list[tuple[str, int, str]]:
+    """(dtype, threads, kind of prompts), those of the ``fast`` dtype first."""
+    slow = [("float32", threads, "short") for threads in (1, 2) if fast != "float32"]
+    return [*((fast, 1, kind) for kind in KINDS), *slow[:1], (fast, 2, "short"), *slow[1:]]
 
 
 def make_prompts(count: int, kind: str, vocab: int, seed: int = 0) -> list[list[int]]:
@@ -66,8 +68,8 @@ def make_prompts(count: int, kind: str, vocab: int, seed: int = 0) -> list[list[
     return [[rng.randrange(vocab) for _ in range(max(8, min(high, round(n))))] for n in lengths]
 
 
-def ours(dtype: str, budgets: Sequence[int] = (512, 1024, 2048, 4096)) -> list[Peer]:
-    """Our engine at batch 32, with a few token budgets; one executor serves them all."""
+def ours(dtype: str, budgets: Sequence[int] = (512, 1024, 2048, 4096), model: str = "tiny") -> list[Peer]:
+    """Our engine at batch 32, with a few token budgets; one executor serves them all. ``model``: a preset or a directory."""
     from runtime.knobs import Knobs
     from runtime.llm.core import EngineCore
     from runtime.llm.output import OutputProcessor
@@ -77,7 +79,7 @@ def ours(dtype: str, budgets: Sequence[int] = (512, 1024, 2048, 4096)) -> list[P
     from runtime.torch_backend.loading import load_model
 
     blocks = BATCH * (LONGEST["long"] + OUTPUT) // 16 + BATCH
-    executor = TorchExecutor(load_model("tiny", dtype=dtype, device="cpu"), kv_blocks=blocks)
+    executor = TorchExecutor(load_model(model, dtype=dtype, device="cpu"), kv_blocks=blocks)
 
     def run(prompts: Prompts, budget: int) -> int:
         knobs = Knobs(max_batch_size=BATCH, token_budget=budget, chunk_size=budget)
@@ -157,6 +159,25 @@ def best(peers: list[Peer], prompts: Prompts) -> Peer:
     return max(peers, key=lambda peer: measure(peer, prompts))
 
 
+def alternated(peers: Sequence[Peer], prompts: Prompts, rounds: int) -> list[dict[str, Any]]:
+    """What each measures in its turns: its name, its settings and its rates, a round each."""
+    figures: list[list[float]] = [[] for _ in peers]
+    for number in range(rounds):
+        order = range(len(peers)) if number % 2 == 0 else reversed(range(len(peers)))
+        for at in order:
+            figures[at].append(measure(peers[at], prompts))
+    return [{"name": p.name, "settings": p.settings, "rates": f} for p, f in zip(peers, figures, strict=True)]
+
+
+def said(peers: list[dict[str, Any]], where: str) -> Iterator[str]:
+    """A row of the table for each."""
+    for at, peer in enumerate(peers):
+        rates = peer["rates"]
+        spread = f"{statistics.median(rates):6.0f} ({min(rates):.0f}–{max(rates):.0f})"
+        versus = "" if at == 0 else f"ours is {ratio(peers, at):.2f} times that"
+        yield f"{where}  {peer['name']:27} {spread:20} {peer['settings']:36} {versus}"
+
+
 def worker(dtype: str, kinds: list[str], count: int, rounds: int, by_length: bool) -> None:
     """Run the cases of one dtype in this process, with the threads it was given; prints a JSON line for each."""
     import torch
@@ -176,13 +197,7 @@ def worker(dtype: str, kinds: list[str], count: int, rounds: int, by_length: boo
         sweep = prompts[:BATCH]
         choices = (engines, continuous_peers(model, kind), static_peers(model, by_length))
         peers = [best(choice, sweep) for choice in choices]
-        figures: list[list[float]] = [[] for _ in peers]
-        for number in range(rounds):
-            order = range(len(peers)) if number % 2 == 0 else reversed(range(len(peers)))
-            for at in order:
-                figures[at].append(measure(peers[at], prompts))
-        result = [{"name": p.name, "settings": p.settings, "rates": f} for p, f in zip(peers, figures, strict=True)]
-        print(json.dumps({"kind": kind, "peers": result}), flush=True)
+        print(json.dumps({"kind": kind, "peers": alternated(peers, prompts, rounds)}), flush=True)
 
 
 def run_case(dtype: str, threads: int, kinds: list[str], args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
@@ -201,6 +216,18 @@ def run_case(dtype: str, threads: int, kinds: list[str], args: argparse.Namespac
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
+def beside_vllm(python: Path, dtype: str, prompts: int, rounds: int) -> dict[str, Any]:
+    """What :mod:`benchmarks.vllm.generation` says, run by ``python``; its table goes to stdout."""
+    command = [str(python), "-m", "benchmarks.vllm.generation", "--dtype", dtype]
+    command += ["--prompts", str(prompts), "--rounds", str(rounds)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    *rows, last = done.stdout.splitlines()
+    print("\n".join(rows), flush=True)
+    found: dict[str, Any] = json.loads(last)
+    return found
+
+
 def ratio(peers: list[dict[str, Any]], at: int) -> float:
     """Median over the rounds of ours ÷ the peer."""
     return float(statistics.median(a / b for a, b in zip(peers[0]["rates"], peers[at]["rates"], strict=True)))
@@ -210,13 +237,14 @@ def ratio(peers: list[dict[str, Any]], at: int) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("engine", __doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="fewer prompts and rounds, and only bfloat16 on one thread"
+        "--quick", action="store_true", help="fewer prompts and rounds, and only the fast dtype on one thread"
     )
     parser.add_argument("--prompts", type=int, default=None, help="prompts in each round (64; quick: 32)")
     parser.add_argument("--rounds", type=int, default=None, help="rounds in each case (3; quick: 2)")
     parser.add_argument(
         "--sorted-static", action="store_true", help="batch the static peer by length, all prompts known"
     )
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="also against vLLM's CPU build, by this Python")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--kinds", default="short,long", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -225,7 +253,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.worker:
         worker(args.worker, args.kinds.split(","), args.prompts, args.rounds, args.sorted_static)
         return
-    wanted = CASES[:3] if args.quick else CASES
+    from runtime.torch_backend.loading import cpu_has_bfloat16
+
+    fast = "bfloat16" if cpu_has_bfloat16() else "float32"
+    wanted = cases(fast)[: len(KINDS) if args.quick else None]
     found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     print(
         f"output tokens per CPU second, {args.prompts} prompts, {OUTPUT} tokens each, median of {args.rounds} rounds (range)"
@@ -234,20 +265,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         kinds = [k for d, t, k in wanted if (d, t) == (dtype, threads)]
         for kind, peers in run_case(dtype, threads, kinds, args):
             found[dtype, threads, kind] = peers
-            for at, peer in enumerate(peers):
-                rates = peer["rates"]
-                spread = f"{statistics.median(rates):6.0f} ({min(rates):.0f}–{max(rates):.0f})"
-                versus = "" if at == 0 else f"ours is {ratio(peers, at):.2f} times that"
-                where = f"{dtype:8} {threads} thread{'s' if threads > 1 else ' '} {kind:5}"
-                print(f"{where}  {peer['name']:27} {spread:20} {peer['settings']:28} {versus}", flush=True)
-    short, even, long = (found["bfloat16", 1, kind] for kind in ("short", "even", "long"))
+            for row in said(peers, f"{dtype:8} {threads} thread{'s' if threads > 1 else ' '} {kind:5}"):
+                print(row, flush=True)
+    short, even, long = (found[fast, 1, kind] for kind in KINDS)
     summary = {
         "vs_transformers_cb": ratio(short, 1),
         "vs_static": ratio(short, 2),
         "long_vs_transformers_cb": ratio(long, 1),
+        "even_vs_transformers_cb": ratio(even, 1),
         "even_vs_static": ratio(even, 2),
     }
-    print(json.dumps({name: round(value, 3) for name, value in summary.items()}))
+    beside = {"dtype": fast} if args.vllm is None else beside_vllm(args.vllm, fast, args.prompts, args.rounds)
+    print(json.dumps({name: round(value, 3) for name, value in summary.items()} | beside))
 
 
 if __name__ == "__main__":

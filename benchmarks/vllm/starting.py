@@ -84,10 +84,10 @@ def start_stock(folder: Path, **options: Any) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
+    given = {"max_num_seqs": LIMITS.max_batch_size, "max_num_batched_tokens": LIMITS.token_budget, **OPTIONS, **options}
     config = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, disable_log_stats=True, async_scheduling=False,
-        max_num_seqs=LIMITS.max_batch_size, max_num_batched_tokens=LIMITS.token_budget, **OPTIONS, **options,
-    ).create_engine_config()  # fmt: skip
+        model=str(folder), skip_tokenizer_init=True, disable_log_stats=True, async_scheduling=False, **given
+    ).create_engine_config()
     return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
 
 

@@ -58,3 +58,11 @@ def test_a_profile_made_by_the_command_and_what_is_simulated_from_it() -> None:
     assert found["check"] in ("fits", "does not fit")
     assert all(-1 < found[name] < 4 for name in ("tpot_p50", "throughput", "ttft_p50"))
     assert any(found[name] for name in ("tpot_p50", "throughput", "ttft_p50")), "something was compared"
+
+
+@pytest.mark.beside
+def test_our_engine_against_vllms_by_turns() -> None:
+    """The same weights: of the same prompts comes the same, but for rounding."""
+    found = run("vllm.generation", "--preset", "nano", "--dtype", "float32", "--prompts", "32", "--rounds", "1")
+    assert found["dtype"] == "float32" and found["alike"] > 0.8
+    assert all(found[name] > 0 for name in ("vs_vllm_cpu", "even_vs_vllm_cpu", "long_vs_vllm_cpu"))

@@ -4,7 +4,7 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.engine import OUTPUT, Peer, make_prompts, measure, ratio
+from benchmarks.engine import KINDS, OUTPUT, Peer, alternated, cases, make_prompts, measure, ratio, said
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,26 @@ def test_a_peer_that_puts_out_too_little_is_not_measured() -> None:
 def test_ratios_are_taken_within_a_round() -> None:
     peers = [{"rates": [100.0, 200.0, 900.0]}, {"rates": [50.0, 100.0, 300.0]}]
     assert ratio(peers, 1) == 2.0
+
+
+def test_the_fast_dtype_has_every_kind_of_prompts_first() -> None:
+    assert cases("bfloat16")[:3] == [("bfloat16", 1, kind) for kind in KINDS]
+    assert cases("bfloat16")[3:] == [("float32", 1, "short"), ("bfloat16", 2, "short"), ("float32", 2, "short")]
+    assert cases("float32") == [*(("float32", 1, kind) for kind in KINDS), ("float32", 2, "short")]
+
+
+def test_peers_take_turns_in_both_orders() -> None:
+    order: list[str] = []
+
+    def peer(name: str) -> Peer:
+        def run(prompts: object) -> int:
+            order.append(name)
+            return 2 * OUTPUT
+
+        return Peer(name, "as it is", run)
+
+    found = alternated([peer("a"), peer("b"), peer("c")], [[1], [2]], 3)
+    assert "".join(order) == "abccbaabc"
+    assert [one["name"] for one in found] == ["a", "b", "c"] and all(len(one["rates"]) == 3 for one in found)
+    rows = list(said([{**found[0], "rates": [8.0, 6.0]}, {**found[1], "rates": [4.0, 2.0]}], "here"))
+    assert "ours is" not in rows[0] and "ours is 2.50 times that" in rows[1]
