@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from autotune.bench import fixed
 from autotune.cost.model import CostModel, fit_cost_model
@@ -12,6 +14,7 @@ from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
 from benchmarks.live.serving import turn
 from runtime.knobs import Knobs
+from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
 
 _MIDDLING = Knobs(32, 0, 512, 512)
@@ -30,16 +33,26 @@ def served(
 ) -> CostModel:
     """``cost`` at the speed at which the machine serves: a process gets faster in its first minutes, and a calibration may have
     met a slow moment. ``seconds`` of each of ``cases``, and nobody sees how they fare. Raises as :func:`calibrate`."""
-    took = predicted = 0.0
-    for number, case in enumerate(cases):
-        log = Recorder()
-        unsubscribe = machine.engine.subscribe(log)
-        try:
+    with watched(machine) as steps:
+        for number, case in enumerate(cases):
             turn(machine, case, fixed(_MIDDLING), 0, _SEED + number, _SEED + number, seconds, stop)
-        finally:
-            unsubscribe()
-        for record, span in serving_samples(log.steps):
-            took += span
-            predicted += cost.predict(StepFeatures.of(record))
-    speed = predicted / took
+    speed = speed_in(steps, cost)
     return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
+
+
+@contextmanager
+def watched(machine: Machine) -> Iterator[list[StepRecord]]:
+    """The steps that are made in the block, as they end."""
+    log = Recorder()
+    unsubscribe = machine.engine.subscribe(log)
+    try:
+        yield log.steps
+    finally:
+        unsubscribe()
+
+
+def speed_in(steps: Sequence[StepRecord], cost: CostModel) -> float:
+    """How many times as fast ``steps`` were as ``cost`` says: seconds predicted over seconds taken. NaN without steps."""
+    spans = serving_samples(steps)
+    took = sum(span for _, span in spans)
+    return sum(cost.predict(StepFeatures.of(record)) for record, _ in spans) / took if took else math.nan

@@ -18,6 +18,10 @@ The *truth*: the best cells of the grid and all that was chosen take turns, in r
 the mean over rounds. Regret is what ours falls short of the best of them, as a share of it. Who finds nothing keeps vLLM's
 defaults.
 
+The rate is fixed at the beginning. ``speed`` says how fast the machine's steps were in the grid, in each seed's searches and in
+each round of the truth, in units of what they were then; where these differ much, the truth is of another load than was
+searched for, and the run is no measure (``drifted``).
+
 The last line is JSON: ``regret`` (mean over seeds), ``time_share_of_grid``, ``vs_auto_tune`` and ``vs_tpe``: our true goodput
 over theirs, geometric means over seeds.
 
@@ -32,12 +36,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.profiling.findings import Question
 from autotune.profiling.reporting import Silent
@@ -47,7 +53,7 @@ from autotune.profiling.space import make_space
 from autotune.profiling.study import open_study
 from benchmarks.command import command, exit_code, say, seconds
 from benchmarks.live import loads
-from benchmarks.live.learning import calibrate, served
+from benchmarks.live.learning import calibrate, served, speed_in, watched
 from benchmarks.live.machine import Machine
 from benchmarks.sweep.cases import Grid
 from benchmarks.sweep.rivals import Choice, auto_tune, exhaustive, load_seed, tpe
@@ -62,6 +68,11 @@ OURS, AUTO_TUNE, TPE = "ours", "auto_tune", "tpe"
 FREE = "no restarts"
 _TRUTH_SEED = 900_000_007  # the truth's requests; contenders' begin elsewhere
 _LEAST = 1e-3  # of the best: what a choice that serves nothing counts as in a ratio
+_DRIFT = 1.25  # the most between the slowest and the fastest part of a run that measures something
+
+
+Part = Callable[[str], AbstractContextManager[object]]
+"""What is done around a part of a run, by its name."""
 
 
 class Plan(NamedTuple):
@@ -143,28 +154,57 @@ def _contest(machine: Machine, plan: Plan, start_s: float, stop: Callable[[], bo
     case = Case(found.workload, found.slo, plan.grid, plan.window, plan.warmup)
     say(f"{found.said}; SLO {found.slo}")
 
-    rig = LiveRig(machine, case, stop)
-    ((grid, cells),) = exhaustive(rig, 1, load_seed(0))
+    speeds = Speeds(machine, cost)
+    with speeds.of("grid"):
+        ((grid, cells),) = exhaustive(LiveRig(machine, case, stop), 1, load_seed(0))
     say(f"the grid of {len(cells)} took {grid.spent_s:.0f} s; its best {grid.knobs}")
     results = []
     for seed in range(1, plan.seeds + 1):
-        mine = ours(LiveRig(machine, case, stop), plan.budget, seed, start_s, stop)
-        results.append(Result(OURS, seed, mine))
-        say(f"ours, seed {seed}: {mine.spent_s:.0f} s, {mine.runs} runs: {mine.knobs}")
-        searches: dict[str, Callable[[LiveRig, float, int], Choice]] = {
-            AUTO_TUNE: partial(auto_tune, restart_s=start_s, burst=plan.burst),
-            f"{AUTO_TUNE}, {FREE}": partial(auto_tune, restart_s=0.0, burst=plan.burst),
-            TPE: partial(tpe, restart_s=start_s),
-            f"{TPE}, {FREE}": tpe,
-        }
-        for name, search in searches.items():
-            choice = search(LiveRig(machine, case, stop), mine.spent_s, seed)
-            results.append(Result(name, seed, choice))
-            say(f"{name}, seed {seed}: {choice.spent_s:.0f} s, {choice.runs} runs: {choice.knobs}")
+        with speeds.of(f"searches, seed {seed}"):
+            results += _searched(partial(LiveRig, machine, case, stop), plan, seed, start_s, stop)
     best = sorted(cells, key=lambda knobs: cells[knobs], reverse=True)[: plan.cells]
-    shares = truth(LiveRig(machine, case, stop), [*best, *(r.knobs for r in results), DEFAULTS], plan.rounds)
+    candidates = [*best, *(r.knobs for r in results), DEFAULTS]
+    shares = truth(LiveRig(machine, case, stop), candidates, plan.rounds, speeds.of)
     report(results, shares, grid.spent_s)
-    return summary(results, shares, grid.spent_s)
+    return summary(results, shares, grid.spent_s) | speeds.said()
+
+
+class Speeds:
+    """How fast the steps of each part of a run were, in units of ``cost``."""
+
+    def __init__(self, machine: Machine, cost: CostModel) -> None:
+        self._machine, self._cost = machine, cost
+        self.found: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        with watched(self._machine) as steps:
+            yield
+        self.found[part] = round(speed_in(steps, self._cost), 3)
+        say(f"{part}: steps at {self.found[part]:.0%} of the speed that the load was made for")
+
+    def said(self) -> dict[str, object]:
+        """For the JSON line."""
+        known = [speed for speed in self.found.values() if speed > 0]
+        return {"speed": self.found, "drifted": bool(known) and max(known) > _DRIFT * min(known)}
+
+
+def _searched(
+    rig: Callable[[], LiveRig], plan: Plan, seed: int, start_s: float, stop: Callable[[], bool]
+) -> list[Result]:
+    """Ours and then its rivals, with as much time as it took."""
+    mine = ours(rig(), plan.budget, seed, start_s, stop)
+    found = [Result(OURS, seed, mine)]
+    searches: dict[str, Callable[[LiveRig, float, int], Choice]] = {
+        AUTO_TUNE: partial(auto_tune, restart_s=start_s, burst=plan.burst),
+        f"{AUTO_TUNE}, {FREE}": partial(auto_tune, restart_s=0.0, burst=plan.burst),
+        TPE: partial(tpe, restart_s=start_s),
+        f"{TPE}, {FREE}": tpe,
+    }
+    found += [Result(name, seed, search(rig(), mine.spent_s, seed)) for name, search in searches.items()]
+    for r in found:
+        say(f"{r.contender}, seed {seed}: {r.choice.spent_s:.0f} s, {r.choice.runs} runs: {r.choice.knobs}")
+    return found
 
 
 def ours(rig: LiveRig, budget_s: float, seed: int, start_s: float, stop: Callable[[], bool]) -> Choice:
@@ -184,15 +224,16 @@ def ours(rig: LiveRig, budget_s: float, seed: int, start_s: float, stop: Callabl
     return Choice(knobs, rig.spent_s, len(found.runs), len(found.runs))
 
 
-def truth(rig: LiveRig, candidates: Sequence[Knobs], rounds: int) -> dict[Knobs, float]:
-    """Mean goodput of each of ``candidates``, by turns, in rounds that share their arrivals."""
+def truth(rig: LiveRig, candidates: Sequence[Knobs], rounds: int, part: Part = nullcontext) -> dict[Knobs, float]:
+    """Mean goodput of each of ``candidates``, by turns, in rounds that share their arrivals. Each round is a ``part``."""
     each = list(dict.fromkeys(rig.limits.clamp(knobs) for knobs in candidates))
     found: dict[Knobs, list[float]] = {knobs: [] for knobs in each}
     for number in range(rounds):
         at = number % len(each)
-        for knobs in (*each[at:], *each[:at]):
-            found[knobs].append(rig.measure(knobs, _TRUTH_SEED + number).goodput)
-            say(f"  truth, round {number}: {knobs} {found[knobs][-1]:.2f} requests/s within the SLO")
+        with part(f"truth, round {number}"):
+            for knobs in (*each[at:], *each[:at]):
+                found[knobs].append(rig.measure(knobs, _TRUTH_SEED + number).goodput)
+                say(f"  truth, round {number}: {knobs} {found[knobs][-1]:.2f} requests/s within the SLO")
     return {knobs: statistics.fmean(values) for knobs, values in found.items()}
 
 

@@ -264,6 +264,20 @@ def test_restarts_are_counted_and_not_waited_for(machine: Machine) -> None:
     assert len(FULL.grid.cells()) >= 24
 
 
+def test_a_run_on_a_machine_that_changed_its_speed_is_told_to_be_none(machine: Machine) -> None:
+    load = cases(machine, COST, SECONDS)[0]
+    case = Case(load.workload, load.slo, QUICK.grid, SECONDS, 1.0)
+    rig, speeds = LiveRig(machine, case, lambda: False), sweep_command.Speeds(machine, COST)
+    with speeds.of("grid"):
+        rig.measure(SMALL_STEPS.knobs, 3)
+    assert speeds.said() == {"speed": {"grid": pytest.approx(1.0, abs=0.05)}, "drifted": False}
+    slower = sweep_command.Speeds(machine, COST.scaled(compute=0.5, bandwidth=0.5, overhead=0.5))
+    slower.found = dict(speeds.found)
+    with slower.of("truth, round 0"):
+        rig.measure(SMALL_STEPS.knobs, 4)
+    assert slower.found["truth, round 0"] == pytest.approx(2.0, abs=0.1) and slower.said()["drifted"] is True
+
+
 @pytest.mark.parametrize(
     ("main", "arguments", "said"),
     [
