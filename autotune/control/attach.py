@@ -157,7 +157,8 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
         how = "" if used == profile.strategy else f"profile is for the {profile.strategy} strategy, not {used}"
         have = profile.replicas if about is None else about.workers
         many = "" if have == profile.replicas else f"profile is for {profile.replicas} workers, not {have}"
-        elsewhere = measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
+        simulated = engine.capabilities.virtual_time
+        elsewhere = "" if simulated else measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
         return "; ".join(text for text in (elsewhere, how, many) if text)
     model = engine.facts.model
     if model is None or not model.device:

@@ -27,6 +27,7 @@ from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.target import Load
 from autotune.report.callable_table import table
+from autotune.simulate.batcher import SimulatedBatcher
 from runtime import SLO, Batcher, InputError
 from tests.sample_profile import sample_profile
 from tests.unit.callable_world import Ticking, calibrated, findings, question, simulated, subject
@@ -227,6 +228,20 @@ def test_a_controller_starts_from_it_and_takes_its_slo(file: Path, made: Callabl
         pass
     with Batcher(list) as batcher, pytest.raises(ValueError, match=r'slo is None.* pass slo="e2e=200ms"'):
         autotune.control(batcher)
+
+
+def test_a_simulated_batcher_is_of_no_machine(made: CallableProfile) -> None:
+    """So a profile of another one says what it was simulated from; live there is a warning."""
+    other = made.model_copy(update={"machine": made.machine.model_copy(update={"cpu": "Old CPU"})})
+    batcher = SimulatedBatcher(lambda call: 0.01, [1])
+    with autotune.control(batcher, profile=other, observe_only=True):
+        assert batcher.slos["default"] == made.slo
+    with (
+        Batcher(list) as live,
+        pytest.warns(UserWarning, match="profile was measured on Old CPU"),
+        autotune.control(live, profile=other, observe_only=True),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
