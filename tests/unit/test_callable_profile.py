@@ -233,7 +233,9 @@ def test_a_controller_starts_from_it_and_takes_its_slo(file: Path, made: Callabl
 def test_a_simulated_batcher_is_of_no_machine(made: CallableProfile, tmp_path: Path) -> None:
     """So a profile of another one says what it was simulated from; live there is a warning."""
     other = tmp_path / "other.yaml"
-    save_callable_profile(made.model_copy(update={"machine": made.machine.model_copy(update={"cpu": "Old CPU"})}), other)
+    save_callable_profile(
+        made.model_copy(update={"machine": made.machine.model_copy(update={"cpu": "Old CPU"})}), other
+    )
     batcher = SimulatedBatcher(lambda call: 0.01, [1])
     with autotune.control(batcher, profile=other, observe_only=True):
         assert batcher.slos["default"] == made.slo
