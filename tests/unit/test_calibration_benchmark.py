@@ -39,6 +39,7 @@ def test_errors_are_relative_to_the_truth() -> None:
 
 
 @pytest.mark.parametrize("variant", [pytest.param("base", marks=pytest.mark.slow), "all"])
+@pytest.mark.slow
 def test_a_calibration_of_the_default_budget_knows_a_gpu(variant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--truth", "h100-llama3-8b", "--variant", variant]) == 0
     out = capsys.readouterr().out.splitlines()

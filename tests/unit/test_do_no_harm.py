@@ -28,7 +28,7 @@ QUICK = (
     "neighbour-gpu-best", "neighbour-cpu-slack", "crowded-cpu-best", "stalls-cpu-best", "scatter-cpu", "flips-gpu-best",
     "flips-cpu", "infeasible-cpu", "full-cpu", "full-cpu-best",
 )  # fmt: skip
-HERE = ("neighbour-cpu-slack", "infeasible-cpu", "full-cpu")
+HERE = ("neighbour-cpu-slack", "full-cpu")
 """Of these in the default tier."""
 
 

@@ -25,6 +25,7 @@ from runtime.records import StepRecord
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
+from tests.tiers import slow_but_for
 from tests.unit.executor_harness import SAMPLING, VOCAB, Oracle, TinyModel, changing, prompts, reference, run, tiny
 
 EACH = pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "plain"])
@@ -38,7 +39,9 @@ FLAVOURS: list[tuple[str, dict[str, Any]]] = [
 
 
 @EACH
-@pytest.mark.parametrize(("model_type", "changes"), FLAVOURS, ids=[name for name, _ in FLAVOURS])
+@pytest.mark.parametrize(
+    ("model_type", "changes"), slow_but_for(FLAVOURS[2:], FLAVOURS), ids=[name for name, _ in FLAVOURS]
+)
 def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str, Any], backend: Backend) -> None:
     loaded = tiny(model_type, **changes)
     given = prompts([1, 5, 40, 17, 33, 2, 61, 16])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiers import slow_but_for
 from tests.unit.kernels import DEVICE, ROUNDING, close, poisoned, randn
 
 from runtime.torch_backend.cuda.rope import rope_and_write  # isort: skip
@@ -38,7 +39,9 @@ def angles(tokens: int, rotary: int, interleaved: bool) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "norm"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)], ids=str
+    ("dtype", "norm"),
+    slow_but_for(((torch.bfloat16, True),), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)]),
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary", "value_dim", "interleaved"),

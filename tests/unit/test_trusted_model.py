@@ -9,6 +9,7 @@ import pytest
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from runtime.records import LimitedBy, StepRecord
 from runtime.step_model import StepFeatures
+from tests.tiers import slow_but_for
 from tests.unit.control_world import h200
 
 SLOW = range(1000, 2000)
@@ -45,7 +46,9 @@ def test_a_change_of_speed_is_followed_within_ten_steps(noise: float, stalls: fl
     assert found[SLOW.start] == pytest.approx(1 / factor, rel=0.3), "it did change"
 
 
-@pytest.mark.parametrize(("noise", "stalls"), [(0.0, 0.0), (0.1, 0.0), (0.02, 0.02), (0.3, 0.0)])
+@pytest.mark.parametrize(
+    ("noise", "stalls"), slow_but_for(((0.02, 0.02), (0.3, 0.0)), [(0.0, 0.0), (0.1, 0.0), (0.02, 0.02), (0.3, 0.0)])
+)
 def test_noise_and_stalls_are_no_change(noise: float, stalls: float) -> None:
     changes = sum(played(noise, stalls, factor=1.0, seed=seed)[0].changes for seed in range(3))
     assert changes <= (12 if noise == 0.3 else 1)

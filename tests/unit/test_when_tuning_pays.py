@@ -147,6 +147,7 @@ def test_a_bottleneck_is_what_is_missed_most(missed: dict[str, float], kv: float
     assert bottleneck(served(d=0.5)._replace(missed=missed, kv=kv)) == named
 
 
+@pytest.mark.slow
 def test_a_cell_from_end_to_end_is_kept_and_not_played_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
