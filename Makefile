@@ -60,7 +60,7 @@ run: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# What times nothing (whole profiles in virtual time, examples, kill tests, Hypothesis with ten times the examples), two at once;
+# What times nothing (whole profiles in virtual time, examples, kill tests, Hypothesis with five times the examples), two at once;
 # then what times things or fills the machine, one after the other. ARGS="-k ..." may leave nothing of one of the two, which is 5.
 test-slow: $(STAMP)
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 2 --dist loadfile -m "slow and (unit or beside) or hypothesis and not slow" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)

@@ -27,7 +27,7 @@ FOLDERS = ("unit", "contract", "replay", "integration", "gpu")
 # that a check that failed fails again; the slow tier draws more (thorough), HYPOTHESIS_PROFILE=explore draws new ones.
 _SHARED = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, max_examples=20, **_SHARED)
-settings.register_profile("thorough", derandomize=True, max_examples=200, **_SHARED)
+settings.register_profile("thorough", derandomize=True, max_examples=100, **_SHARED)
 settings.register_profile("explore", max_examples=500, **_SHARED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
