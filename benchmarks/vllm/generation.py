@@ -45,15 +45,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="auto: what is fast here"
     )
+    parser.add_argument(
+        "--kind", action="append", choices=KINDS, help="of prompts; may be given several times (default: all)"
+    )
     parser.add_argument("--preset", default="tiny", help="the shape of the model (tiny)")
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     ready()
     prompts, rounds = args.prompts or (32 if args.quick else 64), args.rounds or (2 if args.quick else 3)
-    print(json.dumps(compared(args.preset, args.dtype, args.threads, prompts, rounds)))
+    print(json.dumps(compared(args.preset, args.dtype, args.threads, prompts, rounds, args.kind or KINDS)))
 
 
-def compared(preset: str, dtype: str, threads: int, count: int, rounds: int) -> dict[str, Any]:
+def compared(
+    preset: str, dtype: str, threads: int, count: int, rounds: int, kinds: Sequence[str] = KINDS
+) -> dict[str, Any]:
     """The JSON line; tables go to stdout, one row for each contender and kind."""
     import torch
 
@@ -70,7 +75,7 @@ def compared(preset: str, dtype: str, threads: int, count: int, rounds: int) -> 
         torch.set_num_threads(threads)  # vLLM may have set them
         vocabulary: int = loaded.model.config.vocab_size
         found: dict[str, Any] = {"dtype": name, "threads": threads}
-        for kind in KINDS:
+        for kind in kinds:
             prompts = make_prompts(count, kind, vocabulary)
             peers = [best(choice, prompts[:BATCH]) for choice in (mine, theirs)]
             result = alternated(peers, prompts, rounds)

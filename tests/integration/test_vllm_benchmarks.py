@@ -63,6 +63,7 @@ def test_a_profile_made_by_the_command_and_what_is_simulated_from_it() -> None:
 @pytest.mark.beside
 def test_our_engine_against_vllms_by_turns() -> None:
     """The same weights: of the same prompts comes the same, but for rounding."""
-    found = run("vllm.generation", "--preset", "nano", "--dtype", "float32", "--prompts", "32", "--rounds", "1")
+    small = "--preset", "nano", "--dtype", "float32", "--prompts", "32", "--rounds", "1"
+    found = run("vllm.generation", *small, "--kind", "even")
     assert found["dtype"] == "float32" and found["alike"] > 0.8
-    assert all(found[name] > 0 for name in ("vs_vllm_cpu", "even_vs_vllm_cpu", "long_vs_vllm_cpu"))
+    assert found["even_vs_vllm_cpu"] > 0 and "vs_vllm_cpu" not in found
