@@ -1,4 +1,4 @@
-"""How many examples Hypothesis draws: few in the default tier, five times as many in the slow one, by its profiles in conftest."""
+"""How many examples Hypothesis draws: few in the default tier, five times as many in the slow one (profiles in conftest)."""
 
 from __future__ import annotations
 
