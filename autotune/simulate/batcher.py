@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
 
+from autotune.simulate.open_loop import offer_open_loop
 from autotune.workload import Arrival, ReplayReport, prompt_ids
 from runtime.batching.accounts import call_record
 from runtime.batching.core import BatchCore
@@ -223,25 +225,14 @@ class SimulatedBatcher(TunableBatcher):
         prefixes. What is rejected goes to listeners alone. ``stop`` ends it early.
         """
         del shared
-        clock = self._virtual
-        origin = clock.now() if start is None else start
-        sent, going = 0, True
-        for sent, arrival in enumerate(arrivals, start=1):
-            due = origin + arrival.time
-            if clock.now() < due:
-                going = self.run(due, stop=stop)
-                if not going:
-                    sent -= 1
-                    break
-                self._calls.advance(max(due, clock.now()))
+
+        def offer(number: int, arrival: Arrival, due: float) -> None:
             cost = self._costs[_input_of(arrival, len(self._costs), prompt_seed)]
-            name = f"{label}-{sent - 1}"
-            item = Item(None, due, cost, tenant=arrival.tenant, request_class=arrival.request_class, id=name)
-            try:
-                self._add(item)
-            except RejectedError:
-                continue
-        return ReplayReport(sent, origin, clock.now(), 0.0, 0.0, 0.0, 0.0, not going)
+            name = f"{label}-{number}"
+            with suppress(RejectedError):
+                self._add(Item(None, due, cost, tenant=arrival.tenant, request_class=arrival.request_class, id=name))
+
+        return offer_open_loop(arrivals, self._virtual, self.run, offer, start=start, stop=stop)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from autotune.profile.parts import JitterFacts
 from autotune.simulate.drafts import Acceptances, LikelyDrafter
 from autotune.simulate.executor import CostExecutor
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
+from autotune.simulate.open_loop import offer_open_loop
 from autotune.simulate.tuning import TunableSimulation
 from autotune.workload import Arrival, ReplayReport
 from runtime.errors import RejectedError
@@ -299,19 +300,11 @@ class SimulatedEngine(TunableSimulation):
         """
         if shared is None:
             shared = shares_prefixes(arrivals) if isinstance(arrivals, Sequence) else True
-        clock = self.clock
-        origin = clock.now() if start is None else start
-        sent, going = 0, True
-        for sent, arrival in enumerate(arrivals, start=1):
-            due = origin + arrival.time
-            if clock.now() < due:
-                going = self.run(due, stop=stop)
-                if not going:
-                    sent -= 1
-                    break
-                clock.advance_to(due)
-            self.offer(arrival, f"{label}-{sent - 1}", due=due, prompt_seed=prompt_seed, shared=shared)
-        return ReplayReport(sent, origin, clock.now(), 0.0, 0.0, 0.0, 0.0, not going)
+
+        def offer(number: int, arrival: Arrival, due: float) -> None:
+            self.offer(arrival, f"{label}-{number}", due=due, prompt_seed=prompt_seed, shared=shared)
+
+        return offer_open_loop(arrivals, self.clock, self.run, offer, start=start, stop=stop)
 
     def offer(
         self,
