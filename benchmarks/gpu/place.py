@@ -73,7 +73,7 @@ def _short(found: object) -> str:
     return text if len(text) <= 150 else f"{text[:147]}..."
 
 
-def seconds_of(device: torch.device, work: Callable[[], object], repeats: int = 20) -> float:
+def seconds_of(device: torch.device, work: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
     """The median of the seconds that ``work`` takes on ``device``, by its events; on a CPU by the clock."""
     import torch
 
@@ -82,12 +82,12 @@ def seconds_of(device: torch.device, work: Callable[[], object], repeats: int = 
         begun = time.perf_counter()
         work()
         return time.perf_counter() - begun
-    for _ in range(3):
+    for _ in range(warm_up):
         work()
     pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     busy = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     for _ in range(
-        16
+        48
     ):  # some milliseconds, in which all that follows is queued: else small work is timed at the host's speed
         busy.fill_(0)
     for begin, end in pairs:

@@ -85,6 +85,12 @@ class _Either(Operations):
     def silu_mul(self, *args: Any) -> Tensor:
         return self.now.silu_mul(*args)
 
+    def linear(self, *args: Any) -> Tensor:
+        return self.now.linear(*args)
+
+    def silu_mul_linear(self, *args: Any) -> Tensor:
+        return self.now.silu_mul_linear(*args)
+
 
 class Decoder:
     """The model ``preset`` behind an executor on the GPU that is not there.

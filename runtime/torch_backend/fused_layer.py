@@ -129,13 +129,13 @@ class FusedLayer(nn.Module):
         attention, ops = inner.self_attn, step.operations
         x, residual = normed(inner.input_layernorm, x, residual, ops)
         layer = step.layer(attention, self._kept)
-        query, key, value = ops.rope_write(self.qkv(x), cos, sin, self._kv_heads, self._head_norm, layer, step.slots)
+        query, key, value = ops.rope_write(ops.linear(self.qkv, x), cos, sin, self._kv_heads, self._head_norm, layer, step.slots)
         x = step.attend(layer, query, key, value, self.terms)
         if self.last and step.wanted is not None:
             x, residual = x.index_select(0, step.wanted), residual.index_select(0, step.wanted)
-        x = attention.o_proj(x.view(x.shape[0], -1))
+        x = ops.linear(attention.o_proj, x.view(x.shape[0], -1))
         x, residual = normed(inner.post_attention_layernorm, x, residual, ops)
-        return inner.mlp.down_proj(ops.silu_mul(self.gate_up(x))), residual
+        return ops.linear(inner.mlp.down_proj, ops.silu_mul_linear(self.gate_up, x)), residual
 
 
 def normed(norm: nn.Module, x: Tensor, residual: Tensor | None, operations: Operations) -> tuple[Tensor, Tensor]:

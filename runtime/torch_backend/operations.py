@@ -1,7 +1,7 @@
 """The arithmetic of a decoder layer around its matrix products and its attention.
 
 Plain PyTorch here. A device with kernels of its own overrides what they compute; each method is one kernel there. Matrix products
-are modules (``nn.Linear``, or a packed one on a CPU), attention is an
+are modules (``nn.Linear``, or a packed one on a CPU), which a device may multiply in its own way; attention is an
 :class:`~runtime.torch_backend.attention.AttentionBackend`.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.torch_backend.kv_pool import LayerKV
 
@@ -61,6 +61,16 @@ class Operations:
         """``silu(gate) · up`` of ``gate_up [tokens, 2 · intermediate]``, gate first."""
         half = gate_up.shape[-1] // 2
         return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """``layer`` of ``x [tokens, inputs]``."""
+        out: Tensor = layer(x)
+        return out
+
+    def silu_mul_linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """:meth:`silu_mul` of ``layer``, a merged gate and up projection, of ``x [tokens, inputs]``."""
+        return self.silu_mul(layer(x))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ PARTS: Final = (
     Part("fingerprint", "Machine and software", "fingerprint", 60),
     Part("ceilings", "Ceilings: copies, products, launches", "ceilings", 180),
     Part("kernels", "Kernels against float64", "kernels", 480, kernels=True),
+    Part("tiles", "Attention by tile size", "tiles", 420, kernels=True),
+    Part("products", "Products of few rows by tile", "products", 420, kernels=True),
     Part("graphs", "Graphs against eager steps", "graphs", 240, "qwen3-0.6b"),
     Part("self-tests", "Self-tests of five architectures", "self_tests", 300),
     Part("anatomy", "Anatomy of a step", "anatomy", 540, "llama-3.1-8b"),

@@ -17,10 +17,11 @@ from benchmarks.gpu.place import Place, seconds_of
 from runtime.torch_backend.cuda.activation import gated
 from runtime.torch_backend.cuda.attention import paged_attention
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan, plan_sizes
+from runtime.torch_backend.cuda.linear import linear
 from runtime.torch_backend.cuda.norm import rms_norm
 from runtime.torch_backend.cuda.rope import rope_and_write
 from runtime.torch_backend.cuda.sampling import greedy, sample
-from runtime.torch_backend.cuda.tiles import multiprocessors_of
+from runtime.torch_backend.cuda.tiles import LinearTile, architecture_of, linear_tile, multiprocessors_of
 
 _BLOCK: Final = 16
 
@@ -77,6 +78,10 @@ def run(place: Place, argument: str) -> None:
         for tokens, normed in ((3, True),) if place.dry else ((1, False), (64, True), (2048, False)):
             name = f"rope and write {tokens}{', normed' if normed else ''} {kind}"
             checks.append((name, _bound(_rope, tokens, normed, device, dtype, place.dry)))
+        if dtype != torch.float32 or place.dry:
+            for rows in (3,) if place.dry else (1, 17, 64):
+                for shape in ((64, 32, True),) if place.dry else ((4096, 6144, False), (4096, 14336, True), (14336, 4096, False)):
+                    checks.append((f"product {rows} × {shape} {kind}", _bound(_product, rows, *shape, device, dtype)))
         vocabulary = 300 if place.dry else 128_256
         checks.append((f"greedy {kind}", _bound(_greedy, 3 if place.dry else 64, vocabulary, device, dtype)))
         checks.append((f"sampling {kind}", _bound(_sampled, 12 if place.dry else 20_000, device, dtype)))
@@ -204,6 +209,28 @@ def _gate(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> di
     return _reported(
         gated(x), torch.nn.functional.silu(gate) * up, dtype, seconds_of(device, lambda: gated(x)), 1.5 * x.nbytes
     )
+
+
+def _product(
+    rows: int, inputs: int, outputs: int, silu_gated: bool, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """With the tile that the engine takes; where it takes none, a small one."""
+    dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+    tile = linear_tile(architecture_of(device), rows, inputs, outputs, silu_gated) or LinearTile(16, 32, 2, 4, 2)
+    x = _random(1, device, dtype, rows, inputs)
+    weight = _random(2, device, dtype, outputs * (2 if silu_gated else 1), inputs) * inputs**-0.5
+    expected = x.double() @ weight.double().T
+    if silu_gated:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    out = torch.full((rows, outputs), float("nan"), dtype=dtype, device=device)
+
+    def work() -> Tensor:
+        return linear(x, weight, None, tile, silu_gated=silu_gated, out=out)
+
+    work()
+    found = work().clone()  # the counters of the first launch are right for a second
+    return _reported(found, expected.cpu(), dtype, seconds_of(device, work), weight.nbytes)
 
 
 def _rope(tokens: int, normed: bool, device: torch.device, dtype: torch.dtype, small: bool) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from runtime.torch_backend.cuda.language import sigmoid, tanh, tl, triton
+from runtime.torch_backend.cuda.launch import launch
 
 BLOCK = 1024
 
@@ -44,7 +45,8 @@ def gated(gate_up: Tensor, kind: Literal["silu", "gelu_tanh"] = "silu", out: Ten
     elif out.shape != (rows, width) or out.stride(1) != 1:
         raise ValueError(f"out has shape {tuple(out.shape)}; it must be [{rows}, {width}] with contiguous rows")
     if rows:
-        _gated[(rows, -(-width // BLOCK))](
-            gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, GELU=kind == "gelu_tanh", BLOCK=BLOCK, num_warps=4
+        launch(
+            _gated, (rows, -(-width // BLOCK)), (gate_up, out), (),
+            (gate_up.stride(0), out.stride(0), width, kind == "gelu_tanh", BLOCK), warps=4,
         )  # fmt: skip
     return out

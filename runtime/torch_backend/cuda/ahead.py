@@ -24,10 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import InputError
-from runtime.torch_backend.cuda import activation, attention, norm, rope, sampling
+from runtime.torch_backend.cuda import activation, attention, linear, norm, rope, sampling
 from runtime.torch_backend.cuda.attention_plan import plan_sizes
 from runtime.torch_backend.cuda.language import INTERPRETED, triton
-from runtime.torch_backend.cuda.tiles import ARCHITECTURES, attention_tile, next_power_of_2, row_warps
+from runtime.torch_backend.cuda.tiles import (
+    ARCHITECTURES,
+    LinearTile,
+    attention_tile,
+    linear_tile,
+    next_power_of_2,
+    row_warps,
+)
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -80,6 +87,7 @@ def attention_specialisation(
         "HEADS": heads, "GROUP": heads // kv_heads, "DIM": dim, "VALUE_DIM": value_dim, "BLOCK_SIZE": 16, "TILE": sizes.tile,
         "WINDOW": window, "SOFTCAP": softcap, "SINKS": sinks,
         "FP8": attention.pool_format(architecture) if fp8 else attention.FP8_OFF,
+        "WHOLE": attention.whole_first(sizes.rows, window or None),
         "BLOCK_M": sizes.rows, "BLOCK_N": tile.keys, "BLOCK_D": max(16, next_power_of_2(dim)), "BLOCK_V": max(16,
         next_power_of_2(value_dim)),
     }  # fmt: skip
@@ -87,6 +95,19 @@ def attention_specialisation(
     size = str(dim) if dim == value_dim else f"{dim}/{value_dim}"
     name = " ".join(["attend", f"{heads}/{kv_heads}x{size}", dtype, "decode" if decode else "mixed", *extras])
     return Specialisation(name, attention._attend, types, constants, tile.warps, tile.stages)
+
+
+def linear_specialisation(rows: int, inputs: int, outputs: int, gated: bool, tile: LinearTile) -> Specialisation:
+    """What :func:`.linear.linear` compiles for such a product."""
+    return Specialisation(
+        f"linear {rows} of {inputs} to {outputs}{' gated' * gated}", linear._linear,
+        {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "partial": "*fp32" if tile.parts > 1 else "*bf16",
+        "arrived": "*i32" if tile.parts > 1 else "*bf16", "rows": "i32"},
+        {"x_stride": inputs, "out_stride": outputs, "IN": inputs, "OUT": outputs, "GATED": gated, "BIAS": False,
+        "PARTS": tile.parts, "BLOCK_M": max(linear.FEWEST, next_power_of_2(rows)), "BLOCK_N": tile.outputs,
+        "BLOCK_K": tile.inputs},
+        tile.warps, tile.stages,
+    )  # fmt: skip
 
 
 def specialisations(architecture: int) -> Iterator[Specialisation]:
@@ -132,11 +153,15 @@ def specialisations(architecture: int) -> Iterator[Specialisation]:
             f"gated {'gelu' if gelu else 'silu'}", activation._gated, {"gate_up": "*bf16", "out": "*bf16"},
             {"in_stride": 28672, "out_stride": 14336, "WIDTH": 14336, "GELU": gelu, "BLOCK": activation.BLOCK},
         )  # fmt: skip
+    for rows in (1, 32, 64):
+        for inputs, outputs, gated in ((4096, 6144, False), (4096, 14336, True), (14336, 4096, False)):
+            if (found := linear_tile(architecture, rows, inputs, outputs, gated)) is not None:
+                yield linear_specialisation(rows, inputs, outputs, gated, found)
     for dtype in ("bf16", "fp32"):
         shared = {"logits": f"*{dtype}", "out": "*i64"}
         constants = {"VOCAB": 151936, "BLOCK": sampling.BLOCK}
         yield Specialisation(
-            f"greedy {dtype}", sampling._greedy, {**shared, "stride": "i32"}, constants, sampling.WARPS
+            f"greedy {dtype}", sampling._greedy, shared, {**constants, "stride": 128256}, sampling.WARPS
         )
         types = {
             "temperatures": "*fp32",
@@ -147,7 +172,7 @@ def specialisations(architecture: int) -> Iterator[Specialisation]:
             "positions": "*i64",
         }
         yield Specialisation(
-            f"sample {dtype}", sampling._sample, {**shared, **types, "stride": "i32"}, constants, sampling.WARPS
+            f"sample {dtype}", sampling._sample, {**shared, **types}, {**constants, "stride": 128256}, sampling.WARPS
         )
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan
 from runtime.torch_backend.cuda.fp8 import decoded
 from runtime.torch_backend.cuda.language import LOG2_E, dot, scalar, tanh, tl, triton
-from runtime.torch_backend.cuda.tiles import architecture_of, attention_tile, next_power_of_2
+from runtime.torch_backend.cuda.launch import launch
+from runtime.torch_backend.cuda.tiles import FEW_ROWS, architecture_of, attention_tile, next_power_of_2
 
 NOTHING = tl.constexpr(-1.0e30)
 """Of a row that has seen no key yet: below every score, and finite, since −∞ − (−∞) is NaN."""
@@ -90,7 +91,7 @@ def _attend(
     value_stride: tl.constexpr, value_head_stride: tl.constexpr, out_stride: tl.constexpr, out_head_stride: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     item = items + tl.program_id(0) * 5
@@ -134,7 +135,7 @@ def _attend(
         before_scale = before_scale * tl.load(key_scale + kv_head)
     blocks = table + sequence.to(tl.int64) * table_stride
     edge = begin
-    if WINDOW == 0:  # whole tiles of keys that the first row sees, and with it all others
+    if WHOLE:  # whole tiles of keys that the first row sees, and with it all others
         edge = begin + tl.maximum(tl.minimum(end, before + first + 1) - begin, 0) // BLOCK_N * BLOCK_N
         acc, total, highest = _attend_keys(
             q, acc, total, highest, row_position, keys, values, blocks, begin, edge, kv_head, before_scale, after_scale,
@@ -229,53 +230,76 @@ def paged_attention(
     written. A sequence may attend to less context than the plan knows of, never more: contexts are read from
     ``plan.lengths`` on the device. Raises ``ValueError`` for shapes or dtypes that do not fit.
     """
-    tokens, heads, dim = query.shape
+    tokens, heads, _ = query.shape
     _, kv_heads, value_dim = values.shape
-    sizes = plan.sizes
     fp8 = keys.dtype in (torch.uint8, torch.float8_e4m3fn)
     _check(query, keys, values, table, plan, block_size, window, softcap, sinks, key_scale, value_scale, fp8)
-    group = heads // kv_heads
-    architecture = architecture_of(query.device)
-    if sizes.tile * group > sizes.rows:
+    sizes = plan.sizes
+    if sizes.tile * (heads // kv_heads) > sizes.rows:
         raise ValueError(
             f"the plan has tiles of {sizes.tile} tokens in {sizes.rows} rows, too few for {heads} heads over {kv_heads}"
         )
-    tile = attention_tile(architecture, max(dim, value_dim), query.element_size(), sizes.rows)
     if out is None:
         out = query.new_empty(tokens, heads, value_dim)
     elif out.shape != (tokens, heads, value_dim) or out.stride(2) != 1:
         raise ValueError(
             f"out has shape {tuple(out.shape)}; it must be {(tokens, heads, value_dim)} with contiguous heads"
         )
+    if fp8:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    attend(query, keys, values, table, plan, block_size, scale, window, softcap, sinks, key_scale, value_scale, out)
+    return out
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, plan: AttentionPlan, block_size: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """:func:`paged_attention` without its checks, which take the host longer than the launch. A pool of bytes must be uint8
+    here."""
+    _, heads, dim = query.shape
+    _, kv_heads, value_dim = values.shape
+    sizes = plan.sizes
+    architecture = architecture_of(query.device)
+    tile = attention_tile(architecture, max(dim, value_dim), query.element_size(), sizes.rows)
     partial, lse = out, out  # not read
-    if sizes.splits:
+    if plan.merging:
         shape = (sizes.partials, sizes.tile, heads)
         partial = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    if fp8:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     base2 = LOG2_E.value
     block_v = max(16, next_power_of_2(value_dim))
-    _attend[(sizes.items, kv_heads)](
-        query, keys, values, table, plan.items, plan.starts, plan.lengths,
-        query if sinks is None else sinks, query if key_scale is None else key_scale,
-        query if value_scale is None else value_scale,
-        out, partial, lse,
-        scale * base2 if softcap is None else scale / softcap, 1.0 if softcap is None else softcap * base2, table.stride(0),
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), out.stride(0),
-        out.stride(1),
-        HEADS=heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size, TILE=sizes.tile,
-        WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        FP8=pool_format(architecture) if fp8 else FP8_OFF,
-        BLOCK_M=sizes.rows, BLOCK_N=tile.keys, BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_V=block_v,
-        num_warps=tile.warps, num_stages=tile.stages,
+    launch(
+        _attend, (sizes.items, kv_heads),
+        (
+            query, keys, values, table, plan.items, plan.starts, plan.lengths,
+            query if sinks is None else sinks, query if key_scale is None else key_scale,
+            query if value_scale is None else value_scale, out, partial, lse,
+        ),
+        (
+            scale * base2 if softcap is None else scale / softcap, 1.0 if softcap is None else softcap * base2,
+            table.stride(0),
+        ),
+        (
+            *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], *out.stride()[:2],
+            heads, heads // kv_heads, dim, value_dim, block_size, sizes.tile, window or 0, softcap is not None,
+            sinks is not None, FP8_OFF if key_scale is None else pool_format(architecture), whole_first(sizes.rows, window),
+            sizes.rows, tile.keys, max(16, next_power_of_2(dim)), block_v,
+        ),
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
-    if sizes.splits:
-        _merge[(sizes.splits, sizes.tile, heads)](
-            partial, lse, plan.merges, plan.starts, out, out.stride(0), out.stride(1),
-            HEADS=heads, VALUE_DIM=value_dim, TILE=sizes.tile, BLOCK_V=block_v, num_warps=merge_warps(block_v),
+    if plan.merging:
+        launch(
+            _merge, (sizes.splits, sizes.tile, heads), (partial, lse, plan.merges, plan.starts, out), (),
+            (*out.stride()[:2], heads, value_dim, sizes.tile, block_v), warps=merge_warps(block_v),
         )  # fmt: skip
-    return out
+
+
+def whole_first(rows: int, window: int | None) -> bool:
+    """Whether tiles of keys that all rows see go first, without masks: another loop to fill, which products of few rows do not
+    earn back."""
+    return window is None and rows > FEW_ROWS
 
 
 def pool_format(architecture: int) -> int:

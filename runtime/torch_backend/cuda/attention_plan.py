@@ -107,10 +107,15 @@ class AttentionPlan:
     ``starts [sequences + 1]``: where each sequence's new tokens begin in the packed batch; ``lengths [sequences]``: its
     context, new tokens included; ``items [items, 5]`` and ``merges [splits, 4]``: see ``ITEM`` and ``MERGE``. All int32. The
     tensors stay where they are, so that a captured graph reads each step's list.
+
+    ``merging``: whether a context is in parts; of a ``recorded`` plan, whether one may ever be, since the launch that merges
+    is recorded or not.
     """
 
-    def __init__(self, sizes: PlanSizes, device: torch.device | str = "cpu") -> None:
+    def __init__(self, sizes: PlanSizes, device: torch.device | str = "cpu", *, recorded: bool = False) -> None:
         self.sizes = sizes
+        self.merging = sizes.splits > 0
+        self._recorded = recorded
         self.device = torch.device(device)
         counts = (sizes.items * ITEM, sizes.splits * MERGE, sizes.sequences + 1, sizes.sequences)
         padded = [-(-count // 4) * 4 for count in counts]  # parts begin at 16 bytes: Triton compiles others apart
@@ -158,6 +163,8 @@ class AttentionPlan:
                 "and the context no shorter"
             )
         items, merges = work_list(new, context, sizes, window)
+        if not self._recorded:
+            self.merging = len(merges) > 0
         self._turn ^= 1
         host, (flat_items, flat_merges, starts, kept) = self._hosts[self._turn]
         for array, rows in ((flat_items.reshape(-1, ITEM), items), (flat_merges.reshape(-1, MERGE), merges)):

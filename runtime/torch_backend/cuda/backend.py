@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.attention import Terms
 from runtime.torch_backend.backends import Backend
 from runtime.torch_backend.cuda.activation import gated
-from runtime.torch_backend.cuda.attention import paged_attention
+from runtime.torch_backend.cuda.attention import attend, paged_attention
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan, PlanSizes, plan_sizes
 from runtime.torch_backend.cuda.graphs import record_decode
+from runtime.torch_backend.cuda.linear import MOST_ROWS, multiply
 from runtime.torch_backend.cuda.memory import CUDAMemory
 from runtime.torch_backend.cuda.norm import rms_norm
-from runtime.torch_backend.cuda.rope import rope_and_write
+from runtime.torch_backend.cuda.rope import rope_and_write, rotate
 from runtime.torch_backend.cuda.sampler import KernelSampler
-from runtime.torch_backend.cuda.tiles import multiprocessors_of, next_power_of_2
+from runtime.torch_backend.cuda.tiles import architecture_of, linear_tile, multiprocessors_of, next_power_of_2
 from runtime.torch_backend.inputs import Ints, PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.operations import HeadNorm, Operations
@@ -31,7 +32,10 @@ _MAX_GROUP: Final = 128  # query heads of a KV head; both are what the attention
 
 
 class CUDAOperations(Operations):
-    """One kernel each."""
+    """One kernel each. Shapes are checked when they first come: the checks take the host longer than a launch."""
+
+    def __init__(self) -> None:
+        self._checked: set[tuple[Any, ...]] = set()
 
     def norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         return rms_norm(x, scale, eps)
@@ -44,15 +48,46 @@ class CUDAOperations(Operations):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = qkv.view(qkv.shape[0], -1, cos.shape[-1])
         query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-        query = rope_and_write(
-            query, key, value, cos, sin, layer.keys, layer.values, slots,
-            query_norm=None if norm is None else norm.query, key_norm=None if norm is None else norm.key,
-            eps=0.0 if norm is None else norm.eps,
-        )  # fmt: skip
+        keys, values = layer.keys, layer.values
+        scales, eps = (None, None) if norm is None else (norm.query, norm.key), 0.0 if norm is None else norm.eps
+        shapes = (*query.shape[1:], kv_heads, keys.shape, values.shape, keys.dtype, norm is None)
+        if shapes in self._checked and len(query):
+            rotate(query, key, value, cos, sin, keys, values, slots, False, *scales, eps, None, None, query)
+        else:
+            rope_and_write(
+                query, key, value, cos, sin, keys, values, slots, query_norm=scales[0], key_norm=scales[1], eps=eps
+            )  # fmt: skip
+            self._checked.add(shapes)
         return query, key, value
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return gated(gate_up)
+
+    def linear(self, layer: Any, x: Tensor) -> Tensor:
+        found = _multiplied(layer, x, False)
+        return layer(x) if found is None else found
+
+    def silu_mul_linear(self, layer: Any, x: Tensor) -> Tensor:
+        found = _multiplied(layer, x, True)
+        return gated(layer(x)) if found is None else found
+
+
+def _multiplied(layer: Any, x: Tensor, silu_gated: bool) -> Tensor | None:
+    """By our own kernel, if ``layer`` is no more than a product and that is faster for so many rows."""
+    rows = len(x)
+    if not 0 < rows <= MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or type(layer) is not nn.Linear:
+        return None
+    weight, bias = layer.weight, layer.bias
+    outputs, inputs = weight.shape
+    outputs = outputs // 2 if silu_gated else outputs
+    tile = linear_tile(architecture_of(x.device), rows, inputs, outputs, silu_gated)
+    if tile is None or layer._forward_hooks or layer._forward_pre_hooks or weight.dtype != x.dtype:
+        return None
+    if not weight.is_contiguous() or x.stride(1) != 1:
+        return None
+    out = x.new_empty(rows, outputs)
+    multiply(x, weight, bias, tile, silu_gated, out)
+    return out
 
 
 class PagedStep:
@@ -110,7 +145,7 @@ class FixedRows:
         found = self._plans.get((heads, kv_heads))
         if found is None:
             found = self._plans[heads, kv_heads] = AttentionPlan(
-                self._owner.sizes(len(self.table), len(self.table), 1, heads, kv_heads), self._owner.device
+                self._owner.sizes(len(self.table), len(self.table), 1, heads, kv_heads), self._owner.device, recorded=True
             )
             found.update(self._new, self._context)
         return found
@@ -137,6 +172,7 @@ class PagedAttention:
         self.plain = PaddedAttention(pool, device)
         self._splits = splits
         self._shapes: dict[tuple[int, int], None] = {}  # of heads, that layers have asked for
+        self._checked: set[tuple[Any, ...]] = set()
         self._kept: dict[PlanSizes, tuple[AttentionPlan, AttentionPlan]] = {}
         self._turn = 0
 
@@ -176,10 +212,15 @@ class PagedAttention:
             return self.plain.run(state.padded(), layer, query, key, value, terms)
         if query.stride(2) != 1:
             query = query.contiguous()
-        return paged_attention(
-            query, layer.keys, layer.values, state.table, state.plan(heads, kv_heads),
-            block_size=self.pool.block_size, scale=terms.scale, window=terms.window, softcap=terms.softcap, sinks=terms.sinks,
-        )  # fmt: skip
+        keys, values, plan = layer.keys, layer.values, state.plan(heads, kv_heads)
+        given = {"scale": terms.scale, "window": terms.window, "softcap": terms.softcap, "sinks": terms.sinks}
+        shapes = (heads, dim, query.dtype, keys.shape, values.shape, keys.dtype, terms.window, terms.softcap, terms.sinks is None)
+        if shapes not in self._checked:
+            self._checked.add(shapes)
+            return paged_attention(query, keys, values, state.table, plan, block_size=self.pool.block_size, **given)
+        out = query.new_empty(len(query), heads, value_dim)
+        attend(query, keys, values, state.table, plan, self.pool.block_size, key_scale=None, value_scale=None, out=out, **given)
+        return out
 
 
 CUDA = Backend(

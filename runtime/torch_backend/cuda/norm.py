@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from runtime.torch_backend.cuda.language import tl, triton
+from runtime.torch_backend.cuda.launch import launch
 from runtime.torch_backend.cuda.tiles import next_power_of_2, row_warps
 
 MAX_WIDTH = 32768
@@ -69,9 +70,9 @@ def rms_norm(
     if rows:
         block = next_power_of_2(width)
         summed = x if residual is None else residual
-        _rms_norm[(rows,)](
-            x, summed, weight, out, eps, weight_offset, x.stride(0), summed.stride(0), out.stride(0),
-            WIDTH=width, ADD=residual is not None, BLOCK=block, num_warps=row_warps(block),
+        launch(
+            _rms_norm, (rows,), (x, summed, weight, out), (eps, weight_offset),
+            (x.stride(0), summed.stride(0), out.stride(0), width, residual is not None, block), warps=row_warps(block),
         )  # fmt: skip
     return out
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime.torch_backend.cuda.fp8 import encoded
 from runtime.torch_backend.cuda.language import tl, triton
+from runtime.torch_backend.cuda.launch import launch
 from runtime.torch_backend.cuda.tiles import next_power_of_2
 
 
@@ -175,20 +176,38 @@ def rope_and_write(
         return out
     if fp8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    group = heads // kv_heads
-    _rope_write[(tokens, kv_heads)](
-        query, key, value, out, keys, values, slots, cos, sin, query if query_norm is None else query_norm,
-        query if key_norm is None else key_norm, query if key_scale is None else key_scale,
-        query if value_scale is None else value_scale, eps,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), out.stride(0),
-        out.stride(1),
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cos.stride(0),
-        GROUP=group, DIM=dim, ROTARY=rotary, VALUE_DIM=value_dim, INTERLEAVED=interleaved, NORM=query_norm is not None,
-        FP8=fp8,
-        BLOCK_G=next_power_of_2(group), BLOCK_P=next_power_of_2(rotary // 2), BLOCK_R=next_power_of_2(max(1, dim - rotary)),
-        BLOCK_V=next_power_of_2(value_dim), num_warps=warps(group, dim),
-    )  # fmt: skip
+    rotate(query, key, value, cos, sin, keys, values, slots, interleaved, query_norm, key_norm, eps, key_scale, value_scale, out)
     return out
+
+
+def rotate(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+    interleaved: bool, query_norm: Tensor | None, key_norm: Tensor | None, eps: float, key_scale: Tensor | None,
+    value_scale: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """:func:`rope_and_write` of one token or more, without its checks, which take the host longer than the launch. A pool of
+    bytes must be uint8 here."""
+    (tokens, heads, dim), kv_heads, value_dim, rotary = query.shape, key.shape[1], value.shape[2], cos.shape[-1]
+    group = heads // kv_heads
+    strides = (
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2], *keys.stride()[:2],
+        *values.stride()[:2], cos.stride(0),
+    )  # fmt: skip
+    launch(
+        _rope_write, (tokens, kv_heads),
+        (
+            query, key, value, out, keys, values, slots, cos, sin, query if query_norm is None else query_norm,
+            query if key_norm is None else key_norm, query if key_scale is None else key_scale,
+            query if value_scale is None else value_scale,
+        ),
+        (eps,),
+        (
+            *strides, group, dim, rotary, value_dim, interleaved, query_norm is not None, key_scale is not None,
+            next_power_of_2(group), next_power_of_2(rotary // 2), next_power_of_2(max(1, dim - rotary)),
+            next_power_of_2(value_dim),
+        ),
+        warps=warps(group, dim),
+    )  # fmt: skip
 
 
 def warps(group: int, dim: int) -> int:

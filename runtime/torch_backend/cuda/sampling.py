@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.torch_backend.cuda.language import LOG2_E, tl, triton
+from runtime.torch_backend.cuda.launch import launch
 from runtime.torch_backend.cuda.tiles import next_power_of_2
 
 BLOCK = 4096
@@ -96,7 +97,7 @@ def _threshold(
 
 
 @triton.jit
-def _greedy(logits, out, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _greedy(logits, out, stride: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     _, index, sound = _best(logits + row * stride, VOCAB, BLOCK)
     tl.store(out + row + tl.arange(0, 1), tl.where(sound, index, -1).to(out.dtype.element_ty))
@@ -104,7 +105,8 @@ def _greedy(logits, out, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sample(
-    logits, out, temperatures, top_ks, top_ps, min_ps, seeds, positions, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    logits, out, temperatures, top_ks, top_ps, min_ps, seeds, positions,
+    stride: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * stride
@@ -165,9 +167,7 @@ def greedy(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """
     out = _output(logits, out)
     if len(logits):
-        _greedy[(len(logits),)](
-            logits, out, logits.stride(0), VOCAB=logits.shape[1], BLOCK=_width(logits), num_warps=WARPS
-        )
+        launch(_greedy, (len(logits),), (logits, out), (), _constants(logits), warps=WARPS)
     return out
 
 
@@ -200,15 +200,14 @@ def sample(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype}, a contiguous [{len(logits)}]"
             )
     if len(logits):
-        _sample[(len(logits),)](
-            logits, out, temperature, top_k, top_p, min_p, seed, position, logits.stride(0),
-            VOCAB=logits.shape[1], BLOCK=_width(logits), num_warps=WARPS,
-        )  # fmt: skip
+        tensors = (logits, out, temperature, top_k, top_p, min_p, seed, position)
+        launch(_sample, (len(logits),), tensors, (), _constants(logits), warps=WARPS)
     return out
 
 
-def _width(logits: Tensor) -> int:
-    return min(BLOCK, next_power_of_2(logits.shape[1]))
+def _constants(logits: Tensor) -> tuple[int, int, int]:
+    vocabulary = logits.shape[1]
+    return logits.stride(0), vocabulary, min(BLOCK, next_power_of_2(vocabulary))
 
 
 def _output(logits: Tensor, out: Tensor | None) -> Tensor:

@@ -28,6 +28,17 @@ class AttentionTile(NamedTuple):
     stages: int
 
 
+class LinearTile(NamedTuple):
+    """A program of ``warps`` takes ``outputs`` of a product, ``inputs`` at a time, with ``stages`` of loads in flight; the inputs
+    are in ``parts``."""
+
+    outputs: int
+    inputs: int
+    parts: int
+    warps: int
+    stages: int
+
+
 FEW_ROWS = 16
 """Fewest rows of queries (tokens × heads of one KV head) in a tile: the least that the matrix units take."""
 
@@ -36,9 +47,9 @@ MANY_ROWS = 64
 
 # (largest padded head size, bytes of an element) -> by compute capability: keys, warps and stages with few rows and with many
 _ATTENTION: dict[tuple[int, int], dict[int, tuple[tuple[int, int, int], tuple[int, int, int]]]] = {
-    (64, 2): {80: ((64, 4, 3), (64, 4, 3)), 90: ((64, 4, 4), (64, 4, 3)), 100: ((64, 4, 4), (64, 4, 3))},
-    (128, 2): {80: ((64, 4, 3), (64, 4, 2)), 90: ((64, 4, 3), (64, 4, 3)), 100: ((64, 4, 3), (64, 4, 3))},
-    (256, 2): {80: ((32, 4, 3), (32, 8, 2)), 90: ((32, 4, 3), (64, 8, 2)), 100: ((32, 4, 3), (64, 8, 2))},
+    (64, 2): {80: ((64, 4, 3), (64, 4, 3)), 90: ((64, 2, 3), (128, 4, 3)), 100: ((64, 4, 4), (64, 4, 3))},
+    (128, 2): {80: ((64, 4, 3), (64, 4, 2)), 90: ((64, 4, 2), (64, 4, 2)), 100: ((64, 4, 3), (64, 4, 3))},
+    (256, 2): {80: ((32, 4, 3), (32, 8, 2)), 90: ((64, 4, 2), (32, 4, 2)), 100: ((32, 4, 3), (64, 8, 2))},
     # float32 products don't take the matrix units: with fewer warps the operands of a tile spill
     (64, 4): dict.fromkeys((80, 90, 100), ((32, 4, 2), (16, 8, 2))),
     (128, 4): dict.fromkeys((80, 90, 100), ((32, 8, 2), (16, 16, 2))),
@@ -58,6 +69,28 @@ def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: i
         raise ValueError(f"{rows} query heads, padded, share a KV head; the attention kernel takes 1 to 128")
     size = next(limit for limit in (64, 128, 256) if head_dim <= limit)
     return AttentionTile(*_ATTENTION[size, element_bytes][tuned_for(architecture)][rows > FEW_ROWS])
+
+
+_LINEAR: dict[int, dict[int, tuple[int, int, int, int, int]]] = {
+    90: {16: (32, 256, 4, 4, 256), 32: (32, 256, 4, 4, 256), 64: (64, 128, 4, 4, 256)},
+}
+"""By compute capability and padded rows: outputs, inputs, warps, stages, and programs that there should be."""
+
+
+def linear_tile(architecture: int, rows: int, inputs: int, outputs: int, gated: bool) -> LinearTile | None:
+    """The tile for a product of ``rows`` with ``[outputs, inputs]`` weights (twice as many where ``gated``); None where a
+    library's is as fast, or nobody has measured."""
+    by_rows = _LINEAR.get(tuned_for(architecture), {})
+    found = by_rows.get(max(FEW_ROWS, next_power_of_2(rows)))
+    if found is None:
+        return None
+    wide, deep, warps, stages, programs = found
+    if gated:
+        wide //= 2
+    if outputs % wide or inputs % deep:
+        return None
+    parts = max(1, min(inputs // deep, programs // (outputs // wide)))
+    return LinearTile(wide, deep, parts, warps, stages)
 
 
 def tuned_for(architecture: int) -> int:
