@@ -52,7 +52,7 @@ def test_counters_are_zero_behind_a_launch() -> None:
     ("change", "message"),
     [
         ({"x": torch.zeros(2, 64)}, "both must be bfloat16"),
-        ({"x": torch.zeros(129, 64, dtype=torch.bfloat16)}, "x has 129 rows; it must have 1 to 128"),
+        ({"x": torch.zeros(65, 64, dtype=torch.bfloat16)}, "x has 65 rows; it must have 1 to 64"),
         ({"x": torch.zeros(2, 60, dtype=torch.bfloat16)}, "weight has shape"),
         ({"tile": LinearTile(64, 32, 1, 4, 2)}, "does not divide 64 inputs and 32 outputs"),
         ({"bias": torch.zeros(5, dtype=torch.bfloat16)}, "bias has shape"),

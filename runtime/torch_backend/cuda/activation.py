@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from runtime.torch_backend.cuda.language import sigmoid, tanh, tl, triton
+from runtime.torch_backend.cuda.language import let_next_begin, sigmoid, tanh, tl, triton, wait_for_previous
 from runtime.torch_backend.cuda.launch import launch
 
 BLOCK = 1024
@@ -15,8 +15,10 @@ BLOCK = 1024
 @triton.jit
 def _gated(
     gate_up, out, in_stride: tl.constexpr, out_stride: tl.constexpr, WIDTH: tl.constexpr, GELU: tl.constexpr,
-    BLOCK: tl.constexpr
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH

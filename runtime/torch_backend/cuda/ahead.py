@@ -27,6 +27,7 @@ from runtime.errors import InputError
 from runtime.torch_backend.cuda import activation, attention, linear, norm, rope, sampling
 from runtime.torch_backend.cuda.attention_plan import plan_sizes
 from runtime.torch_backend.cuda.language import INTERPRETED, triton
+from runtime.torch_backend.cuda.launch import EARLY_FROM
 from runtime.torch_backend.cuda.tiles import (
     ARCHITECTURES,
     LinearTile,
@@ -105,7 +106,8 @@ def linear_specialisation(rows: int, inputs: int, outputs: int, gated: bool, til
         "arrived": "*i32" if tile.parts > 1 else "*bf16", "rows": "i32"},
         {"x_stride": inputs, "out_stride": outputs, "IN": inputs, "OUT": outputs, "GATED": gated, "BIAS": False,
         "PARTS": tile.parts, "BLOCK_M": max(linear.FEWEST, next_power_of_2(rows)), "BLOCK_N": tile.outputs,
-        "BLOCK_K": tile.inputs},
+        "BLOCK_K": tile.inputs,
+        "BEFORE": min(next_power_of_2(inputs // tile.parts // linear.LINE.value), tile.inputs * tile.ahead // linear.LINE.value)},
         tile.warps, tile.stages,
     )  # fmt: skip
 
@@ -213,9 +215,11 @@ def compiled(what: Specialisation, architecture: int) -> Compiled:
     signature = {name: what.types.get(name, "constexpr") for name in names}
     # as at a launch: torch's memory is aligned, and so are strides that are multiples of 16
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(fn=what.kernel, signature=signature, constexprs=what.constants, attrs=aligned)
+    early = architecture >= EARLY_FROM
+    constants = {**what.constants, "EARLY": early}
+    source = ASTSource(fn=what.kernel, signature=signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", architecture, 32)
-    built = triton.compile(source, target=target, options={"num_warps": what.warps, "num_stages": what.stages})
+    built = triton.compile(source, target=target, options={"num_warps": what.warps, "num_stages": what.stages, "launch_pdl": early})
     usage = _usage(built.asm["cubin"])
     return Compiled(
         what.name, architecture, usage["REG"], usage["STACK"] + usage["LOCAL"], built.metadata.shared, what.warps

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan
 from runtime.torch_backend.cuda.fp8 import decoded
-from runtime.torch_backend.cuda.language import LOG2_E, dot, scalar, tanh, tl, triton
+from runtime.torch_backend.cuda.language import LOG2_E, dot, let_next_begin, scalar, tanh, tl, triton, wait_for_previous
 from runtime.torch_backend.cuda.launch import launch
 from runtime.torch_backend.cuda.tiles import FEW_ROWS, architecture_of, attention_tile, next_power_of_2
 
@@ -92,20 +92,24 @@ def _attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     item = items + tl.program_id(0) * 5
     kv_head = tl.program_id(1)
+    # the plan is older than the kernels that this one may overlap
     sequence = tl.load(item)
-    if sequence < 0:
-        return
     first = tl.load(item + 1)
     part_begin = tl.load(item + 2)
     part_end = tl.load(item + 3)
     place = tl.load(item + 4)
-    begun = tl.load(starts + sequence)
-    new = tl.load(starts + sequence + 1) - begun
-    before = tl.load(lengths + sequence) - new
+    known = tl.maximum(sequence, 0)
+    begun = tl.load(starts + known)
+    new = tl.load(starts + known + 1) - begun
+    before = tl.load(lengths + known) - new
+    wait_for_previous(EARLY)
+    if sequence < 0:
+        return
 
     row = tl.arange(0, BLOCK_M)
     token = first + row // GROUP
@@ -165,10 +169,12 @@ def _attend(
 @triton.jit
 def _merge(
     partial, partial_lse, merges, starts, out, out_stride: tl.constexpr, out_head_stride: tl.constexpr,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     merge = merges + tl.program_id(0) * 4
     sequence = tl.load(merge)
+    wait_for_previous(EARLY)
     if sequence < 0:
         return
     nth = tl.program_id(1)

@@ -15,12 +15,12 @@ from runtime.torch_backend.cuda.activation import gated
 from runtime.torch_backend.cuda.attention import attend, paged_attention
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan, PlanSizes, plan_sizes
 from runtime.torch_backend.cuda.graphs import record_decode
-from runtime.torch_backend.cuda.linear import MOST_ROWS, multiply
+from runtime.torch_backend.cuda.linear import multiply
 from runtime.torch_backend.cuda.memory import CUDAMemory
 from runtime.torch_backend.cuda.norm import rms_norm
 from runtime.torch_backend.cuda.rope import rope_and_write, rotate
 from runtime.torch_backend.cuda.sampler import KernelSampler
-from runtime.torch_backend.cuda.tiles import architecture_of, linear_tile, multiprocessors_of, next_power_of_2
+from runtime.torch_backend.cuda.tiles import MOST_ROWS, architecture_of, linear_tile, multiprocessors_of, next_power_of_2
 from runtime.torch_backend.inputs import Ints, PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.operations import HeadNorm, Operations

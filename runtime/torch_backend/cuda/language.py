@@ -20,7 +20,7 @@ except ImportError as error:
         "pip install 'triton>=3.6,<3.8'"
     ) from error
 
-__all__ = ["INTERPRETED", "LOG2_E", "dot", "scalar", "sigmoid", "tanh", "tl", "triton"]
+__all__ = ["INTERPRETED", "LOG2_E", "dot", "let_next_begin", "prefetch", "scalar", "sigmoid", "tanh", "tl", "triton", "wait_for_previous"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels run in NumPy. True or false for the life of the process."""
@@ -43,6 +43,30 @@ else:
     def scalar(x: Any, _semantic: Any = None) -> Any:
         """``x``: a compiled loop takes a bound from memory as it is."""
         return x
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """The kernel behind this one may begin once all programs of this one have: it waits for what it reads (programmatic
+    dependent launch)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    """All that the kernels before this one have written is there. A kernel that may begin early calls this in every program,
+    before it reads what they write and before it writes anything: so one kernel's end is the end of all before it."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(address):
+    """Bring the lines of pointers ``address`` to the cache of the device."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

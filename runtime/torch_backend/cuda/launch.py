@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from runtime.torch_backend.cuda.language import INTERPRETED, triton
+from runtime.torch_backend.cuda.tiles import architecture_of
 
 ALIGNED = 16
 """Bytes: Triton compiles pointers at multiples of it apart from others."""
+
+EARLY = True
+EARLY_FROM = 90
+"""The compute capability that has programmatic dependent launch."""
 
 _known: dict[tuple[Any, ...], Any] = {}
 
@@ -35,20 +40,28 @@ def launch(
     """Queue ``kernel`` on the current stream of its tensors' device.
 
     Its parameters are pointers, then numbers, then constants, in this order; the numbers are floats, or whole ones that Triton
-    does not specialise, below 2³¹. ``grid``: programs along each dimension.
+    does not specialise, below 2³¹. ``grid``: programs along each dimension. The last constant, EARLY, is ours: whether the
+    kernel begins while those before it still run (see :func:`~.language.wait_for_previous`).
     """
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
     device = tensors[0].device.index
+    early = begins_early(tensors[0].device)
     key = (id(kernel), constants, warps, stages, device, *[tensor.dtype for tensor in tensors])
     compiled = None if addresses % ALIGNED else _known.get(key)
     if compiled is None:
-        compiled = kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+        options = {"launch_pdl": True} if early else {}
+        compiled = kernel[grid](*tensors, *numbers, *constants, early, num_warps=warps, num_stages=stages, **options)
         if not (INTERPRETED.value or addresses % ALIGNED or compiled is None):
             _known[key] = compiled
         return
-    compiled[_three(grid)](*tensors, *numbers, *constants, stream=stream_of(tensors[0].device))
+    compiled[_three(grid)](*tensors, *numbers, *constants, early, stream=stream_of(tensors[0].device))
+
+
+def begins_early(device: torch.device) -> bool:
+    """Whether kernels on ``device`` are told apart from those before them by what they wait for, and not by their end."""
+    return EARLY and architecture_of(device) >= EARLY_FROM
 
 
 def _three(grid: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.torch_backend.cuda.language import dot, sigmoid, tl, triton
+from runtime.torch_backend.cuda.language import dot, let_next_begin, prefetch, sigmoid, tl, triton, wait_for_previous
 from runtime.torch_backend.cuda.launch import launch, stream_of
-from runtime.torch_backend.cuda.tiles import LinearTile, next_power_of_2
+from runtime.torch_backend.cuda.tiles import MOST_ROWS, LinearTile, next_power_of_2
 
-MOST_ROWS = 128
-"""Of one launch."""
+LINE = tl.constexpr(64)
+"""Weights of 16 bits in a cache line."""
 
 FEWEST = 16
 """Rows of a tile: the least that the matrix units take."""
@@ -59,7 +59,9 @@ def _linear(
     x, weight, bias, out, partial, arrived, rows,
     x_stride: tl.constexpr, out_stride: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BEFORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     nth = tl.program_id(0)
     part = tl.program_id(1)
     n = nth * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -67,6 +69,13 @@ def _linear(
     each: tl.constexpr = (IN // BLOCK_K + PARTS - 1) // PARTS * BLOCK_K
     first = part * each
     end = min(first + each, IN)
+    if EARLY and BEFORE > 0:  # weights are nobody's output
+        line = tl.minimum(first + tl.arange(0, BEFORE) * LINE, IN - 1)
+        first_read = weight + n.to(tl.int64)[:, None] * IN + line[None, :]
+        prefetch(first_read)
+        if GATED:
+            prefetch(first_read + OUT * IN)
+    wait_for_previous(EARLY)
     one, two = _products(
         x, weight, first, end, n, m, rows, x_stride, IN, BLOCK_M, BLOCK_N, BLOCK_K, OUT * IN if GATED else 0
     )  # fmt: skip
@@ -140,7 +149,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, s
         _linear, (outputs // tile.outputs, parts), (x, weight, x if bias is None else bias, out, partial, arrived), (rows,),
         (
             x.stride(0), out.stride(0), inputs, outputs, silu_gated, bias is not None, parts, block, tile.outputs,
-            tile.inputs,
+            tile.inputs, min(next_power_of_2(inputs // parts // LINE.value), tile.inputs * tile.ahead // LINE.value),
         ),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip

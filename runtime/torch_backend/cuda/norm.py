@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from runtime.torch_backend.cuda.language import tl, triton
+from runtime.torch_backend.cuda.language import let_next_begin, tl, triton, wait_for_previous
 from runtime.torch_backend.cuda.launch import launch
 from runtime.torch_backend.cuda.tiles import next_power_of_2, row_warps
 
@@ -26,10 +26,14 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_previous(EARLY)
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         place = residual + row * residual_stride + at
@@ -38,7 +42,6 @@ def _rms_norm(
         tl.store(place, rounded, mask=inside)
         value = rounded.to(tl.float32)  # what the next reader of the residual sees, too
     inverse = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
     tl.store(out + row * out_stride + at, (value * inverse * scale).to(out.dtype.element_ty), mask=inside)
 
 

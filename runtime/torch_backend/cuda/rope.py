@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.torch_backend.cuda.fp8 import encoded
-from runtime.torch_backend.cuda.language import tl, triton
+from runtime.torch_backend.cuda.language import let_next_begin, tl, triton, wait_for_previous
 from runtime.torch_backend.cuda.launch import launch
 from runtime.torch_backend.cuda.tiles import next_power_of_2
 
@@ -57,7 +57,10 @@ def _rope_write(
     angle_stride: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, VALUE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     pair = tl.arange(0, BLOCK_P)

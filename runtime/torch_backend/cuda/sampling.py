@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.torch_backend.cuda.language import LOG2_E, tl, triton
+from runtime.torch_backend.cuda.language import LOG2_E, let_next_begin, tl, triton, wait_for_previous
 from runtime.torch_backend.cuda.launch import launch
 from runtime.torch_backend.cuda.tiles import next_power_of_2
 
@@ -97,7 +97,9 @@ def _threshold(
 
 
 @triton.jit
-def _greedy(logits, out, stride: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _greedy(logits, out, stride: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     _, index, sound = _best(logits + row * stride, VOCAB, BLOCK)
     tl.store(out + row + tl.arange(0, 1), tl.where(sound, index, -1).to(out.dtype.element_ty))
@@ -106,8 +108,10 @@ def _greedy(logits, out, stride: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def _sample(
     logits, out, temperatures, top_ks, top_ps, min_ps, seeds, positions,
-    stride: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    stride: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * stride
     to = out + program + tl.arange(0, 1)

@@ -30,13 +30,14 @@ class AttentionTile(NamedTuple):
 
 class LinearTile(NamedTuple):
     """A program of ``warps`` takes ``outputs`` of a product, ``inputs`` at a time, with ``stages`` of loads in flight; the inputs
-    are in ``parts``."""
+    are in ``parts``. A program that begins early brings the weights of its first ``ahead`` times ``inputs`` to the cache."""
 
     outputs: int
     inputs: int
     parts: int
     warps: int
     stages: int
+    ahead: int = 0
 
 
 FEW_ROWS = 16
@@ -71,26 +72,30 @@ def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: i
     return AttentionTile(*_ATTENTION[size, element_bytes][tuned_for(architecture)][rows > FEW_ROWS])
 
 
-_LINEAR: dict[int, dict[int, tuple[int, int, int, int, int]]] = {
-    90: {16: (32, 256, 4, 4, 256), 32: (32, 256, 4, 4, 256), 64: (64, 128, 4, 4, 256)},
-}
-"""By compute capability and padded rows: outputs, inputs, warps, stages, and programs that there should be."""
+MOST_ROWS = 64
+"""For more rows the product itself takes longer than its weights, and a library's is faster."""
 
 
 def linear_tile(architecture: int, rows: int, inputs: int, outputs: int, gated: bool) -> LinearTile | None:
     """The tile for a product of ``rows`` with ``[outputs, inputs]`` weights (twice as many where ``gated``); None where a
     library's is as fast, or nobody has measured."""
-    by_rows = _LINEAR.get(tuned_for(architecture), {})
-    found = by_rows.get(max(FEW_ROWS, next_power_of_2(rows)))
-    if found is None:
+    if tuned_for(architecture) != 90 or rows > MOST_ROWS:
         return None
-    wide, deep, warps, stages, programs = found
+    block = max(FEW_ROWS, next_power_of_2(rows))
+    deep, wide, programs = (256, 64, 1) if block < 64 else (128, 64, 1)
     if gated:
-        wide //= 2
+        deep, wide = (256, 32) if block == 16 else (128, 64)
+    elif outputs < 4096:
+        wide, programs = 32, 264
+    elif inputs > 8192:
+        wide, programs = (32, 264) if block < 64 else (64, 264)
     if outputs % wide or inputs % deep:
         return None
     parts = max(1, min(inputs // deep, programs // (outputs // wide)))
-    return LinearTile(wide, deep, parts, warps, stages)
+    return LinearTile(wide, deep, parts, 4, 4, AHEAD)
+
+
+AHEAD = 4
 
 
 def tuned_for(architecture: int) -> int:
