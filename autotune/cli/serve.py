@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from autotune.cli.exits import FELL_SHORT
 from autotune.cli.options import Controller, ProfiledSlo, Purpose, checked_knobs, request_classes, with_knobs
 from autotune.engines.named import (
     DEFAULT,
@@ -22,14 +21,12 @@ from autotune.engines.named import (
     choices_to_serve,
     engine_named,
 )
-from runtime.errors import DeviceError, InputError
+from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.ordering import ORDERINGS
-from runtime.shared.at_exit import end_process
 
 if TYPE_CHECKING:
     from autotune.profile import Profile
-    from runtime.llm.engine import Engine
     from runtime.slo import SLO
 
 HELP = "Serve a model over HTTP: OpenAI's completions and chat completions, health, and metrics for Prometheus."
@@ -215,13 +212,13 @@ def _serve_here(serving: InProcess, requested: ToServe, profile: Profile | None,
     from autotune.profile.fingerprint import recorded_otherwise
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
-    from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
+    from runtime.serving.run import bind, end_if_lost, serve_until_stopped, url_of, warm_up
 
     with ExitStack() as last, ExitStack() as stack:
         bound = stack.enter_context(bind(requested.host, requested.port))
         log = None if records is None else stack.enter_context(RecordLog(records))
         engine = stack.enter_context(serving.start(requested))
-        last.callback(_end_if_lost, engine)  # when all else is closed
+        last.callback(end_if_lost, engine)  # when all else is closed
         facts, slots = engine.facts, engine.limits.max_batch_size
         if profile is not None and (ladder := recorded_otherwise(profile, facts.graph_sizes, slots)):
             print(f"note: {ladder}", file=sys.stderr)
@@ -258,13 +255,6 @@ def _serve_here(serving: InProcess, requested: ToServe, profile: Profile | None,
             print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
 
         return serve_until_stopped(api, bound, grace_s=requested.grace_s, ready=ready)
-
-
-def _end_if_lost(engine: Engine) -> None:
-    """End the process here if ``engine`` has lost its device: the end of the interpreter would abort."""
-    if isinstance(engine.error, DeviceError):
-        print(f"error: {engine.error}", file=sys.stderr)
-        end_process(FELL_SHORT)
 
 
 def _profile(path: Path | None, purpose: str) -> Profile | None:
