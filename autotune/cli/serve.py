@@ -212,12 +212,13 @@ def _serve_here(serving: InProcess, requested: ToServe, profile: Profile | None,
     from autotune.profile.fingerprint import recorded_otherwise
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
-    from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
+    from runtime.serving.run import bind, end_if_lost, serve_until_stopped, url_of, warm_up
 
-    with ExitStack() as stack:
+    with ExitStack() as last, ExitStack() as stack:
         bound = stack.enter_context(bind(requested.host, requested.port))
         log = None if records is None else stack.enter_context(RecordLog(records))
         engine = stack.enter_context(serving.start(requested))
+        last.callback(end_if_lost, engine)  # when all else is closed
         facts, slots = engine.facts, engine.limits.max_batch_size
         if profile is not None and (ladder := recorded_otherwise(profile, facts.graph_sizes, slots)):
             print(f"note: {ladder}", file=sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 import traceback
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from benchmarks.command import exit_code
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.place import LeftOutError, Place
 from runtime.errors import InputError
+from runtime.shared.at_exit import end_process
 
 LEFT_OUT = 3
 
@@ -55,4 +55,4 @@ def _need_gpu() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())  # whatever it has done to its device

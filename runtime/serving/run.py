@@ -9,14 +9,16 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Final
 
 import uvicorn
 
-from runtime.errors import InputError
+from runtime.errors import DeviceError, InputError
 from runtime.llm.engine import Engine
 from runtime.serving.app import Api, create_app
+from runtime.shared.at_exit import end_process
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,16 @@ def serve_until_stopped(
             return runner.run(_until_stopped(api, server, bound, grace_s))
     finally:
         api.engine.close(drain=False)
+
+
+def end_if_lost(engine: Engine) -> None:
+    """End the process if ``engine`` has lost its device, with a line on stderr and exit code 1; call it last.
+
+    The interpreter's own end would abort there: see :func:`~runtime.shared.at_exit.end_process`.
+    """
+    if isinstance(engine.error, DeviceError):
+        print(f"error: {engine.error}", file=sys.stderr)
+        end_process(CUT_SHORT)
 
 
 class Server(uvicorn.Server):

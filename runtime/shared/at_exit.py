@@ -1,11 +1,14 @@
-"""What happens to engines and batchers that were never closed when the interpreter ends."""
+"""What happens to engines and batchers that were never closed when the interpreter ends, and an end without its own."""
 
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import time
 import weakref
-from typing import Final, Protocol
+from contextlib import suppress
+from typing import Final, NoReturn, Protocol
 
 EXIT_WAIT_S: Final = 10.0
 """How long the interpreter's exit waits for steps and calls in progress."""
@@ -39,6 +42,17 @@ def _stop() -> None:
         one.abandon()
     for one in found:
         one.join(max(0.0, until - time.monotonic()))
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process with ``code`` once its output is written, without taking the interpreter apart.
+
+    For a process that has lost its device: there PyTorch's tensors in pinned memory call the device, which aborts the process.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    os._exit(code)
 
 
 atexit.register(_stop)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -194,15 +194,27 @@ class PackedModel:
     @contextmanager
     def running(self, step: StepInputs) -> Iterator[None]:
         """Attention belongs to ``step`` within; one step at a time for each model, even from several engines."""
-        with self._lock:
-            names = [config._attn_implementation for config in self._configs]
+        with self._attending_by(NAME):
             before = _running.step
             _running.step = step
             try:
-                for config in self._configs:
-                    config._attn_implementation_internal = NAME
                 yield
             finally:
-                for config, name in zip(self._configs, names, strict=True):
-                    config._attn_implementation_internal = name
                 _running.step = before
+
+    def eager(self) -> AbstractContextManager[None]:
+        """Within, the model computes its own attention by its own code, which knows all its terms. PyTorch's attention takes no
+        softcap, and some versions of transformers hand it layers that have one."""
+        return self._attending_by("eager")
+
+    @contextmanager
+    def _attending_by(self, name: str) -> Iterator[None]:
+        with self._lock:
+            names = [config._attn_implementation for config in self._configs]
+            try:
+                for config in self._configs:
+                    config._attn_implementation_internal = name
+                yield
+            finally:
+                for config, before in zip(self._configs, names, strict=True):
+                    config._attn_implementation_internal = before

@@ -16,6 +16,7 @@ from runtime.errors import ModelError, UnsupportedModelError
 from runtime.llm.plan import Chunk, DecodeSet, StepPlan
 from runtime.records import LimitedBy
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend.attention import PackedModel
 from runtime.torch_backend.checks import SUPPORTED, summary
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import LoadedModel
@@ -117,14 +118,15 @@ def _texts(loaded: LoadedModel) -> list[list[int]]:
 
 
 def _plain(loaded: LoadedModel, texts: list[list[int]]) -> tuple[list[torch.Tensor], float]:
-    """Logits [tokens, vocab] of each text by the model alone, and how far it differs from itself on a shorter text."""
+    """Logits [tokens, vocab] of each text by the model alone, attention eager, and how far it differs from itself on a shorter
+    text."""
 
     def run(text: list[int]) -> torch.Tensor:
         ids = torch.tensor([text], device=loaded.device)
         logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0]
         return logits.float()
 
-    with torch.inference_mode():
+    with torch.inference_mode(), PackedModel(loaded.model).eager():
         plain = [run(text) for text in texts]
         noise = relative_error(run(texts[0][:-1])[-1], plain[0][-2])
     return plain, noise

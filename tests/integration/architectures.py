@@ -158,7 +158,11 @@ def build(architecture: str, *, seed: int = 0, **fields: Any) -> PreTrainedModel
     config = AutoConfig.for_model(architecture, **given)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation="eager",  # as the self-test: SDPA has no softcap
+        )
         sharpen(model)
     return model.eval()
 

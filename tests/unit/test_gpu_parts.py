@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,31 @@ def test_a_wrong_kernel_fails_the_part_at_its_end_and_the_others_are_kept(
     assert gate["error"] > gate["allowed"]
     others = found.keys() - {"gate 3 × 48 float32", "greedy float32"}
     assert len(others) == 4 and all(found[name]["error"] <= found[name]["allowed"] for name in others)
+
+
+ABORTING = """
+import os, runpy, sys
+
+class Pinned:
+    abort = os.abort
+
+    def __del__(self):
+        self.abort()
+
+pinned = Pinned()
+sys.argv[1:] = ["fault-sticky", "--dry", "--out", sys.argv[1]]
+runpy.run_module("benchmarks.gpu.part", run_name="__main__")
+"""
+"""Runs a part where the end of the interpreter aborts, as tensors in pinned memory do once their device is lost."""
+
+
+def test_a_part_that_loses_its_device_ends_with_the_code_it_earned(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", ABORTING, str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("> engine: ")
+    assert read(tmp_path / "fault-sticky.jsonl")["engine"]["closed"]
 
 
 def test_what_was_not_written_is_an_error() -> None:

@@ -36,6 +36,20 @@ def test_a_sound_model_passes(dtype: torch.dtype) -> None:
     self_test(loaded_model(dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_reference_has_the_softcap_that_sdpa_does_not_take(dtype: torch.dtype) -> None:
+    """transformers 5.17 gives Gemma 2 SDPA, which drops the softcap; 5.23 raises there."""
+    loaded = loaded_model("gemma2", dtype, attn_logit_softcapping=1.0, query_pre_attn_scalar=8, head_dim=8)
+    loaded.model.config._attn_implementation = "sdpa"
+    self_test(loaded)
+    assert loaded.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_lone_decode_whose_keys_lie_head_by_head(dtype: torch.dtype) -> None:
+    self_test(loaded_model("gpt_oss", dtype, num_local_experts=4, num_experts_per_tok=2))
+
+
 def test_passing_twice_and_after_another_executor() -> None:
     loaded = loaded_model()
     TorchExecutor(loaded, kv_blocks=4)

@@ -242,7 +242,7 @@ class DecodeCache:
         rows = slice(cls.begin, cls.begin + count)
         new_keys = key[rows].reshape(count * kv_heads, dim)
         if transposed:
-            keys.view(-1).index_put_((cls.places(kv_heads, dim),), new_keys.view(-1))
+            keys.view(-1).index_put_((cls.places(kv_heads, dim),), new_keys.reshape(-1))
             seen = keys[: count * kv_heads, :, :length]
         else:
             keys.view(-1, dim).index_copy_(0, cls.places(kv_heads, 0), new_keys)
