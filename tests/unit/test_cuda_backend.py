@@ -65,8 +65,9 @@ def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str,
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", pytest.param("llama", marks=SLOW)])
-def test_a_layer_is_ten_launches(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels and PyTorch's: four products, two sums with norms, rotation with the write, attention and its merge, gate."""
+def test_a_layer_is_nine_launches(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels and PyTorch's: four products, two sums with norms, rotation with the write, attention, gate. No context is long
+    enough for parts, so nothing is merged."""
     count, call = Counted(), GridExecutor.__call__
 
     def counted(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -79,9 +80,9 @@ def test_a_layer_is_ten_launches(model_type: str, monkeypatch: pytest.MonkeyPatc
         loaded = tiny(model_type, num_hidden_layers=layers)
         executor = TorchExecutor(loaded, kv_blocks=40, block_size=4, backend=FEW)
         steps.append(operations(executor, decode_step(), count))
-    assert len(steps[1]) - len(steps[0]) == 10
+    assert len(steps[1]) - len(steps[0]) == 9
     assert {name: steps[0].count(name) for name in ("_rms_norm", "_rope_write", "_attend", "_merge", "_gated")} == {
-        "_rms_norm": 3, "_rope_write": 1, "_attend": 1, "_merge": 1, "_gated": 1,
+        "_rms_norm": 3, "_rope_write": 1, "_attend": 1, "_merge": 0, "_gated": 1,
     }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def test_a_wrong_kernel_fails_the_part_at_its_end_and_the_others_are_kept(
     monkeypatch.setattr(kernels, "greedy", raises)
     monkeypatch.setattr(kernels, "DRY", kernels.DRY[:1])
     monkeypatch.setattr(kernels, "_sampled", lambda *_: {"error": 0.0, "allowed": 1.0})
-    with pytest.raises(RuntimeError, match=r"2 of 6 kernels are wrong: gate 3 × 48 float32, greedy float32"):
+    with pytest.raises(RuntimeError, match=r"2 of 7 kernels are wrong: gate 3 × 48 float32, greedy float32"):
         kernels.run(place, "")
     found = read(place.file)
     assert found["greedy float32"] == {"failed": "ValueError: a shape that does not fit"}

@@ -133,9 +133,9 @@ def test_sizes_that_are_wrong_are_named() -> None:
     with pytest.raises(ValueError, match="splits is -1; it must be at least 0"):
         plan_sizes(1, 1, 1, 1, 8, splits=-1)
     with pytest.raises(ValueError, match="head size is 300"):
-        attention_tile(90, 300, 2, 16)
+        attention_tile(90, 300, 2, 16, 1)
     with pytest.raises(ValueError, match="256 query heads, padded, share a KV head"):
-        attention_tile(90, 64, 2, 256)
+        attention_tile(90, 64, 2, 256, 1)
 
 
 def test_every_chip_has_numbers() -> None:
@@ -144,7 +144,7 @@ def test_every_chip_has_numbers() -> None:
         for dim in (16, 64, 80, 128, 192, 256):
             for element_bytes in (2, 4):
                 for rows in (16, 32, 64, 128):
-                    assert attention_tile(architecture, dim, element_bytes, rows).keys >= 16
+                    assert attention_tile(architecture, dim, element_bytes, rows, 1).keys >= 16
 
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def attention_specialisation(
     """What :func:`.attention.paged_attention` compiles for such a model; ``decode``: steps of one token a sequence."""
     value_dim = dim if value_dim is None else value_dim
     sizes = plan_sizes(64, 64 if decode else 2048, heads, kv_heads, 132, each=1 if decode else None)
-    tile = attention_tile(architecture, max(dim, value_dim), ELEMENT_BYTES[dtype], sizes.rows)
+    tile = attention_tile(architecture, max(dim, value_dim), ELEMENT_BYTES[dtype], sizes.rows, sizes.sequences)
     pool = "*u8" if fp8 else f"*{dtype}"
     types = {
         "query": f"*{dtype}", "keys": pool, "values": pool, "table": "*i32", "items": "*i32", "starts": "*i32",

@@ -268,7 +268,7 @@ def attend(
     _, kv_heads, value_dim = values.shape
     sizes = plan.sizes
     architecture = architecture_of(query.device)
-    tile = attention_tile(architecture, max(dim, value_dim), query.element_size(), sizes.rows)
+    tile = attention_tile(architecture, max(dim, value_dim), query.element_size(), sizes.rows, sizes.sequences)
     partial, lse = out, out  # not read
     if plan.merging:
         shape = (sizes.partials, sizes.tile, heads)

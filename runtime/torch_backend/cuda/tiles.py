@@ -58,9 +58,15 @@ _ATTENTION: dict[tuple[int, int], dict[int, tuple[tuple[int, int, int], tuple[in
 }
 
 
-def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: int) -> AttentionTile:
-    """The tile for heads of ``head_dim`` (the larger of key and value) whose products take ``element_bytes``, and ``rows``
-    of queries.
+FEW_SEQUENCES = 16
+"""So many decodes leave most of the chip free, and each program may take more keys at a time."""
+
+_FEW_SEQUENCES: dict[tuple[int, int, int], AttentionTile] = {(90, 128, 2): AttentionTile(128, 4, 2)}
+
+
+def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: int, sequences: int) -> AttentionTile:
+    """The tile for heads of ``head_dim`` (the larger of key and value) whose products take ``element_bytes``, ``rows`` of
+    queries, and at most so many ``sequences``.
 
     Raises ``ValueError`` for heads above 256 or more than 128 rows.
     """
@@ -69,7 +75,10 @@ def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: i
     if rows > 128:
         raise ValueError(f"{rows} query heads, padded, share a KV head; the attention kernel takes 1 to 128")
     size = next(limit for limit in (64, 128, 256) if head_dim <= limit)
-    return AttentionTile(*_ATTENTION[size, element_bytes][tuned_for(architecture)][rows > FEW_ROWS])
+    known = tuned_for(architecture)
+    if rows <= FEW_ROWS and sequences <= FEW_SEQUENCES and (few := _FEW_SEQUENCES.get((known, size, element_bytes))) is not None:
+        return few
+    return AttentionTile(*_ATTENTION[size, element_bytes][known][rows > FEW_ROWS])
 
 
 MOST_ROWS = 64
