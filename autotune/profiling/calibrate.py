@@ -22,6 +22,7 @@ from autotune.profiling.setup import (
     default_slo,
     fitted_knobs,
     length_scale,
+    service_times,
     most_rate,
     rounded,
     sample,
@@ -104,7 +105,8 @@ def draw_setup(
         natural = sample(workload, seed)
         prompt, output = _means(natural)
         wanted = max(TARGET_RATE, REQUESTS / window_s)
-        scale = length_scale(prompt, output, alone.ttft / alone.prompt_tokens, alone.tpot, wanted)
+        times = service_times(cost, alone.ttft / alone.prompt_tokens, alone.tpot, prompt, output)
+        scale = length_scale(prompt, output, *times, wanted)
     longest = min(model.max_model_len, engine.facts.kv_tokens)
     cap_output = max(1, longest // 4)
     cap_prompt = longest - cap_output

@@ -33,6 +33,7 @@ _SEEDS_TRIED = 8  # for each that is taken
 
 DEFAULT_SLO = SLO(ttft_ms=500, tpot_ms=50)
 _SMALLEST_MEAN_PROMPT, _SMALLEST_MEAN_OUTPUT, _MOST_SHRUNK_OUTPUT = 16, 8, 8
+_SHARED, _MANY = 6, (64, 128, 256)
 _NICE = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 60, 80, 100)
 
 
@@ -98,13 +99,27 @@ def length_scale(
     A decode step serves several requests at once; six is what a small batch shares without getting much slower. Outputs
     are not shrunk below 8 tokens on average (or an eighth): a TPOT over fewer says little.
     """
-    service = per_prompt_token * prompt + per_output_token * output / 6
+    service = per_prompt_token * prompt + per_output_token * output / _SHARED
     ideal = 1 / (rate * service)
     floor = max(_SMALLEST_MEAN_PROMPT / prompt, min(_SMALLEST_MEAN_OUTPUT, output / _MOST_SHRUNK_OUTPUT) / output)
     scale = 2.0 ** math.floor(math.log2(min(1.0, ideal)))
     while scale < floor and scale < 1:
         scale *= 2
     return min(scale, 1.0)
+
+
+def service_times(
+    cost: StepModel, alone_prompt_token: float, alone_token: float, prompt: float, output: float
+) -> tuple[float, float]:
+    """Seconds that a prompt token and an output token take of a machine: of a request alone, or less where ``cost`` says so.
+
+    A lone short prompt takes a GPU little more than a step without one; and where a step of many decodes takes no more than a
+    quarter of the default TPOT, they share it. A decode alone has six to share it (:func:`length_scale`).
+    """
+    whole = cost.predict(typical_step(0, max(1, round(prompt)), 0.0)) / max(1.0, prompt)
+    steps = {n: cost.predict(typical_step(n, 0, prompt + output / 2)) for n in _MANY}
+    shared = [_SHARED * seconds / n for n, seconds in steps.items() if seconds <= (DEFAULT_SLO.tpot_ms or 0) / 4000]
+    return min(alone_prompt_token, whole), min([alone_token, *shared])
 
 
 def default_slo(cost: StepModel, mean_prompt: float) -> tuple[SLO, str]:

@@ -325,11 +325,13 @@ class EngineCore:
         for sequence, _ in ended:
             self.executor.release(sequence)
         finished += ended
-        start, self._last_end = max(flight.start, self._last_end), result.ends[-1]
+        start = max(flight.start, self._last_end)
+        # not when the host came to look: until then it was launching the next step, whose time that is
+        self._last_end = end = max(start, result.ends[-1] if result.computed_at is None else result.computed_at)
         record = self._record(flight.plan, result, start)
         running, waiting, tokens, free = unsettled.after
         record = record._replace(
-            running=running, waiting=waiting, waiting_tokens=tokens, kv_free_blocks=free,
+            end=end, running=running, waiting=waiting, waiting_tokens=tokens, kv_free_blocks=free,
             sampled=len(result.tokens), failed=len(result.failed),
         )  # fmt: skip
         if result.oom or self.memory.lowered:

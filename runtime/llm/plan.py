@@ -103,7 +103,8 @@ class StepResult(NamedTuple):
     computation failed, with the cause; they yielded no token. ``oom``: the step, and the parts of it, that ran out of memory,
     but for those with a sequence that does not fit even alone; ``fitted``: the parts that did fit. They lower the engine's
     effective limits. ``accepted``: for sequences with drafted tokens, how many of those were right, so that the sequence yields
-    as many tokens and one more; none where it is not named.
+    as many tokens and one more; none where it is not named. ``computed_at``: when the last step was done on its device, where
+    that is known better than by when the host had its tokens, the end.
     """
 
     ends: Seq[float]
@@ -113,6 +114,7 @@ class StepResult(NamedTuple):
     oom: Seq[Load] = ()
     fitted: Seq[Load] = ()
     accepted: Seq[tuple[Sequence, int]] = ()
+    computed_at: float | None = None
 
 
 class Executor(Protocol):

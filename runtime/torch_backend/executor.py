@@ -34,7 +34,7 @@ from runtime.torch_backend.resident import Graphs, InFlight, ResidentDecode, Res
 from runtime.torch_backend.sampling import Drawn, FixedSampler
 from runtime.torch_backend.soundness import sound_chunks, unsound
 from runtime.torch_backend.straight import StraightModel, straight
-from runtime.torch_backend.transfer import Readback, to_device
+from runtime.torch_backend.transfer import DeviceEnds, Readback, to_device
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +91,14 @@ class _Begun(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """The tokens sampled, who failed, how many drafted tokens of whom were right, and who is to be run again without drafts."""
+    """The tokens sampled, who failed, how many drafted tokens of whom were right, and who is to be run again without drafts.
+    ``ended``: when the device was done."""
 
     tokens: list[Token]
     failed: list[tuple[Sequence, BaseException]]
     accepted: list[tuple[Sequence, int]]
     again: list[Chunk]
+    ended: float
 
 
 class _Launched(NamedTuple):
@@ -185,6 +187,7 @@ class TorchExecutor:
         self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
         self.timers, self.hook_calls = Timers(), 0  # calls of our attention in the last forward
         self._clock = clock or MonotonicClock()
+        self._ends = DeviceEnds(self._clock)
         self._model = PackedModel(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._rows = DecodeRows(block_size, self.pool.pad_block)
@@ -269,6 +272,8 @@ class TorchExecutor:
             begun = None
         if cause is not None or spoiled:  # out of the except block, so that the frames that raised can be freed
             self._forget()
+            self._ends.forget()
+            read = None
             self._launched = deque(later._replace(begun=None, spoiled=True) for later in self._launched)
             work: list[Work] = [*rows, *chunks]
             work = [w for w in work if _owner(w).state != "finished"]  # whose blocks may be others'
@@ -284,6 +289,8 @@ class TorchExecutor:
                 self._rows.forget()  # its row may hold them too, behind the tokens of whoever gets it
             self.timers.steps += 1
         result = StepResult((self._clock.now(),), outcome.tokens, failed=outcome.failed, accepted=outcome.accepted)
+        if read is not None and not read.again:
+            result = result._replace(computed_at=read.ended)
         if outcome.oom:
             oom, fitted = outcome.loads()
             result = result._replace(oom=oom, fitted=fitted)
@@ -390,7 +397,7 @@ class TorchExecutor:
     def _read(self, begun: _Begun) -> _Read:
         """What ``begun`` yields; waits for it."""
         started = time.process_time()
-        here = begun.values.wait()
+        here, ended = self._ends.read(begun.values)
         tokens: list[Token] = []
         accepted: list[tuple[Sequence, int]] = []
         again: list[Chunk] = []
@@ -417,7 +424,7 @@ class TorchExecutor:
             else:
                 failed.append((sequence, sampled))
         self.timers.sample_s += time.process_time() - started
-        return _Read(tokens, failed, accepted, again)
+        return _Read(tokens, failed, accepted, again, ended)
 
     def _take(self, read: _Read, step: int, outcome: _Outcome) -> None:
         """Add what was ``read`` of a step, or of a part of it, to ``outcome``; run again what has to be."""

@@ -129,7 +129,9 @@ class FusedLayer(nn.Module):
         attention, ops = inner.self_attn, step.operations
         x, residual = normed(inner.input_layernorm, x, residual, ops)
         layer = step.layer(attention, self._kept)
-        query, key, value = ops.rope_write(ops.linear(self.qkv, x), cos, sin, self._kv_heads, self._head_norm, layer, step.slots)
+        query, key, value = ops.rope_write(
+            ops.linear(self.qkv, x), cos, sin, self._kv_heads, self._head_norm, layer, step.slots
+        )
         x = step.attend(layer, query, key, value, self.terms)
         if self.last and step.wanted is not None:
             x, residual = x.index_select(0, step.wanted), residual.index_select(0, step.wanted)

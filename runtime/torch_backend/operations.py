@@ -62,7 +62,6 @@ class Operations:
         half = gate_up.shape[-1] // 2
         return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
 
-
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         """``layer`` of ``x [tokens, inputs]``."""
         out: Tensor = layer(x)

@@ -10,6 +10,7 @@ takes a share of what is free (:func:`~runtime.torch_backend.kv_pool.default_kv_
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -92,15 +93,13 @@ def largest_step(limits: KnobLimits, max_model_len: int, block_size: int, blocks
         count = min(longest, left)
         chunks.append(Chunk(_sequence(f"prompt-{left}", count, count, block_size, blocks), 0, count, True))
         left -= count
-    return StepPlan(
-        step=0, n_decode=len(decodes), decode_context=sum(s.computed + 1 for s in decodes), chunks=tuple(chunks),
-        decodes=decodes, version=1, repeat=1, wake_at=float("inf"), epoch=0, budget_used=budget - left,
-        limited_by=LimitedBy.BUDGET, preemptions=0,
-    )  # fmt: skip
+    return _plan(decodes, chunks)
 
 
-def _sequence(name: str, prompt: int, tokens: int, block_size: int, blocks: int) -> Sequence:
-    sequence = Sequence(Request(f"largest-step-{name}", (0,) * prompt, _SAMPLED, 1, 0.0))
+def _sequence(
+    name: str, prompt: int, tokens: int, block_size: int, blocks: int, params: SamplingParams | None = None
+) -> Sequence:
+    sequence = Sequence(Request(f"largest-step-{name}", (0,) * prompt, params or _SAMPLED, 1, 0.0))
     sequence.blocks = [at % blocks for at in range(-(-tokens // block_size))]
     return sequence
 
@@ -116,6 +115,10 @@ def _taken(
 
     executor = made(backend._replace(record=None))
     step = _peak(executor, limits, loaded, block_size, memory)
+    for plan in mixed_steps(
+        limits, loaded.max_model_len, block_size, _BLOCKS
+    ):  # so that no request waits for a compiler
+        executor.execute(plan, 0.0, 0.0)
     held = [memory.free()]
     del executor  # before there is another
     sizes = backend.ladder(most)
@@ -129,6 +132,47 @@ def _taken(
     without, one, two = held
     width = -(-loaded.max_model_len // block_size)  # of block tables, which a pool of few blocks keeps short
     return step, max(0, without - one) + (len(sizes) - 1) * max(0, one - two) + 8 * most * width
+
+
+def mixed_steps(limits: KnobLimits, max_model_len: int, block_size: int, blocks: int) -> Iterator[StepPlan]:
+    """Steps that between them hold prompts of every size for which kernels are compiled apart, few of them and many, each beside
+    a decode with ``max_model_len`` tokens of context; blocks as in :func:`largest_step`."""
+    for count, chunks in (
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (8, 1),
+        (16, 1),
+        (28, 1),
+        (60, 1),
+        (200, 1),
+        (1, 20),
+        (2, 20),
+        (4, 20),
+        (8, 20),
+    ):
+        if count > min(limits.chunk_size, max_model_len) or 1 + chunks > limits.max_batch_size:
+            continue
+        if 1 + count * chunks > limits.token_budget:
+            continue
+        context = max(2, max_model_len)
+        decode = _sequence("decode", 1, context, block_size, blocks, SamplingParams(max_tokens=1))
+        decode.output.append(0)
+        decode.joined, decode.computed = 0, context - 1
+        decodes = DecodeSet()
+        decodes.members[decode], decodes.version = None, 1
+        yield _plan(decodes, [
+            Chunk(_sequence(f"prompt-{n}", count, count, block_size, blocks, SamplingParams(max_tokens=1)), 0, count, True)
+            for n in range(chunks)
+        ])  # fmt: skip
+
+
+def _plan(decodes: DecodeSet, chunks: list[Chunk]) -> StepPlan:
+    return StepPlan(
+        step=0, n_decode=len(decodes), decode_context=sum(s.computed + 1 for s in decodes), chunks=tuple(chunks),
+        decodes=decodes, version=1, repeat=1, wake_at=float("inf"), epoch=0,
+        budget_used=len(decodes) + sum(chunk.count for chunk in chunks), limited_by=LimitedBy.BUDGET, preemptions=0,
+    )  # fmt: skip
 
 
 def _these(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

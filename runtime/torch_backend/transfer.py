@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime.clock import Clock
+
 
 class Mark(Protocol):
     """A place in what a device has queued."""
@@ -23,14 +25,31 @@ class Mark(Protocol):
         """Wait until the device has come there."""
         ...
 
+    def passed(self) -> bool:
+        """Whether the device has come there."""
+        ...
 
-def _event(device: torch.device) -> Mark:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+    def seconds_since(self, earlier: Any) -> float:
+        """From ``earlier``, a mark of the same kind, to this one on the device's clock; both have been passed."""
+        ...
 
 
-MARKS: dict[str, Callable[[torch.device], Mark]] = {"cuda": _event}
+class _Event:
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def passed(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: _Event) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+MARKS: dict[str, Callable[[torch.device], Mark]] = {"cuda": _Event}
 """What marks the end of what is queued now, by kind of device; those of other kinds copy when their values are asked for."""
 
 _ALIGNED = 16  # bytes: GPU kernels load more at once from addresses that are a multiple of it
@@ -62,7 +81,8 @@ class Readback:
         self._kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
         self._here: list[Tensor] | None = None
         self._bytes: Tensor | None = None
-        self._done: Mark | None = None
+        self.mark: Mark | None = None
+        """Behind what the tensors hold; None on a CPU, and for devices without."""
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._here = list(tensors)
             return
@@ -70,15 +90,15 @@ class Readback:
         if (mark := MARKS.get(tensors[0].device.type)) is not None:
             there, self._bytes = self._bytes, torch.empty(self._bytes.shape, dtype=torch.uint8).pin_memory()
             self._bytes.copy_(there, non_blocking=True)
-            self._done = mark(there.device)
+            self.mark = mark(there.device)
 
     def wait(self) -> list[Tensor]:
         """The tensors in the host's memory; waits until the device has computed them, and copies once."""
         if self._here is not None:
             return self._here
         assert self._bytes is not None
-        if self._done is not None:
-            self._done.synchronize()
+        if self.mark is not None:
+            self.mark.synchronize()
         found, at, host = [], 0, self._bytes.cpu()
         for dtype, shape in self._kinds:
             end = at + shape.numel() * dtype.itemsize
@@ -87,3 +107,32 @@ class Readback:
             )  # a copy begins at an address that suits the dtype
             at = end
         return found
+
+
+class DeviceEnds:
+    """When steps ended on a device, by the host's clock.
+
+    The host often looks late: it was launching the next step. A step that had ended by then ended as long after the one before
+    it as the device says; one that the host waited for ended when the wait did.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last: tuple[Mark, float] | None = None
+
+    def forget(self) -> None:
+        """What comes next is behind steps whose end is not known."""
+        self._last = None
+
+    def read(self, values: Readback) -> tuple[list[Tensor], float]:
+        """The tensors of ``values``, a step's last, and when the device had computed them."""
+        mark = values.mark
+        late = mark is not None and mark.passed()
+        found, ended = values.wait(), self._clock.now()
+        if mark is None:
+            return found, ended
+        if late and self._last is not None:
+            earlier, at = self._last
+            ended = min(ended, at + mark.seconds_since(earlier))
+        self._last = mark, ended
+        return found, ended

@@ -18,7 +18,9 @@ TILES = (LinearTile(16, 32, 1, 4, 2), LinearTile(32, 64, 3, 4, 2), LinearTile(16
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.parts} parts")
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 32), (3, 320, 96), (17, 128, 64)])
-def test_products_by_their_definition(dtype: torch.dtype, tile: LinearTile, rows: int, inputs: int, outputs: int) -> None:
+def test_products_by_their_definition(
+    dtype: torch.dtype, tile: LinearTile, rows: int, inputs: int, outputs: int
+) -> None:
     wide = randn(rows, inputs + 8, seed=1, dtype=dtype)
     x, weight, bias = wide[:, 8:], randn(outputs, inputs, seed=2, dtype=dtype), randn(outputs, seed=3, dtype=dtype)
     expected = x.double() @ weight.double().T

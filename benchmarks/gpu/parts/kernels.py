@@ -80,7 +80,9 @@ def run(place: Place, argument: str) -> None:
             checks.append((name, _bound(_rope, tokens, normed, device, dtype, place.dry)))
         if dtype != torch.float32 or place.dry:
             for rows in (3,) if place.dry else (1, 17, 64):
-                for shape in ((64, 32, True),) if place.dry else ((4096, 6144, False), (4096, 14336, True), (14336, 4096, False)):
+                for shape in (
+                    ((64, 32, True),) if place.dry else ((4096, 6144, False), (4096, 14336, True), (14336, 4096, False))
+                ):
                     checks.append((f"product {rows} × {shape} {kind}", _bound(_product, rows, *shape, device, dtype)))
         vocabulary = 300 if place.dry else 128_256
         checks.append((f"greedy {kind}", _bound(_greedy, 3 if place.dry else 64, vocabulary, device, dtype)))

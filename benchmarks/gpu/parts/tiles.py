@@ -76,7 +76,9 @@ def settings(many: bool, dim: int, dry: bool) -> list[Setting]:
     if many:
         grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
         return [
-            Setting(rows, AttentionTile(*tile), whole=True) for rows, *tile in grid if dim < 256 or rows * tile[0] <= 64 * 64
+            Setting(rows, AttentionTile(*tile), whole=True)
+            for rows, *tile in grid
+            if dim < 256 or rows * tile[0] <= 64 * 64
         ]
     tiles = itertools.product((32, 64, 128), (1, 2, 4), (2, 3, 4))
     found = [Setting(FEW_ROWS, AttentionTile(*tile)) for tile in tiles if dim < 256 or tile[0] <= 64]
@@ -115,7 +117,9 @@ def _model(place: Place, name: str, heads: Heads, many: bool, loads: dict[str, S
         fastest = sorted(found, key=found.__getitem__)[:3]
         moved = 2 * sum(context for _, context in sequences) * heads.kv_heads * heads.dim * dtype.itemsize
         shown = {each: round(found[each], 2) for each in [*fastest, "today"]}
-        place.keep(f"{name}, {load}", {"best": shown, "bytes_per_s": moved / found[fastest[0]] * 1e6, "tried": len(found)})
+        place.keep(
+            f"{name}, {load}", {"best": shown, "bytes_per_s": moved / found[fastest[0]] * 1e6, "tried": len(found)}
+        )
         place.keep(f"{name}, {load}, all", {each: round(us, 2) for each, us in found.items()})
 
 
@@ -168,7 +172,12 @@ def _call(heads: Heads, sequences: Sequences, inputs: _Inputs, setting: Setting 
     plan = AttentionPlan(sizes, device)
     plan.update(new, context)
     call = functools.partial(
-        attention.paged_attention, *inputs, plan, block_size=_BLOCK, scale=heads.dim**-0.5, out=torch.empty_like(inputs.query)
+        attention.paged_attention,
+        *inputs,
+        plan,
+        block_size=_BLOCK,
+        scale=heads.dim**-0.5,
+        out=torch.empty_like(inputs.query),
     )
     if setting is None:
         return call

@@ -219,7 +219,9 @@ def compiled(what: Specialisation, architecture: int) -> Compiled:
     constants = {**what.constants, "EARLY": early}
     source = ASTSource(fn=what.kernel, signature=signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", architecture, 32)
-    built = triton.compile(source, target=target, options={"num_warps": what.warps, "num_stages": what.stages, "launch_pdl": early})
+    built = triton.compile(
+        source, target=target, options={"num_warps": what.warps, "num_stages": what.stages, "launch_pdl": early}
+    )
     usage = _usage(built.asm["cubin"])
     return Compiled(
         what.name, architecture, usage["REG"], usage["STACK"] + usage["LOCAL"], built.metadata.shared, what.warps

@@ -20,7 +20,13 @@ from runtime.torch_backend.cuda.memory import CUDAMemory
 from runtime.torch_backend.cuda.norm import rms_norm
 from runtime.torch_backend.cuda.rope import rope_and_write, rotate
 from runtime.torch_backend.cuda.sampler import KernelSampler
-from runtime.torch_backend.cuda.tiles import MOST_ROWS, architecture_of, linear_tile, multiprocessors_of, next_power_of_2
+from runtime.torch_backend.cuda.tiles import (
+    MOST_ROWS,
+    architecture_of,
+    linear_tile,
+    multiprocessors_of,
+    next_power_of_2,
+)
 from runtime.torch_backend.inputs import Ints, PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.operations import HeadNorm, Operations
@@ -145,7 +151,9 @@ class FixedRows:
         found = self._plans.get((heads, kv_heads))
         if found is None:
             found = self._plans[heads, kv_heads] = AttentionPlan(
-                self._owner.sizes(len(self.table), len(self.table), 1, heads, kv_heads), self._owner.device, recorded=True
+                self._owner.sizes(len(self.table), len(self.table), 1, heads, kv_heads),
+                self._owner.device,
+                recorded=True,
             )
             found.update(self._new, self._context)
         return found
@@ -214,12 +222,33 @@ class PagedAttention:
             query = query.contiguous()
         keys, values, plan = layer.keys, layer.values, state.plan(heads, kv_heads)
         given = {"scale": terms.scale, "window": terms.window, "softcap": terms.softcap, "sinks": terms.sinks}
-        shapes = (heads, dim, query.dtype, keys.shape, values.shape, keys.dtype, terms.window, terms.softcap, terms.sinks is None)
+        shapes = (
+            heads,
+            dim,
+            query.dtype,
+            keys.shape,
+            values.shape,
+            keys.dtype,
+            terms.window,
+            terms.softcap,
+            terms.sinks is None,
+        )
         if shapes not in self._checked:
             self._checked.add(shapes)
             return paged_attention(query, keys, values, state.table, plan, block_size=self.pool.block_size, **given)
         out = query.new_empty(len(query), heads, value_dim)
-        attend(query, keys, values, state.table, plan, self.pool.block_size, key_scale=None, value_scale=None, out=out, **given)
+        attend(
+            query,
+            keys,
+            values,
+            state.table,
+            plan,
+            self.pool.block_size,
+            key_scale=None,
+            value_scale=None,
+            out=out,
+            **given,
+        )
         return out
 
 

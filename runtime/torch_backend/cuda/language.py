@@ -20,7 +20,19 @@ except ImportError as error:
         "pip install 'triton>=3.6,<3.8'"
     ) from error
 
-__all__ = ["INTERPRETED", "LOG2_E", "dot", "let_next_begin", "prefetch", "scalar", "sigmoid", "tanh", "tl", "triton", "wait_for_previous"]
+__all__ = [
+    "INTERPRETED",
+    "LOG2_E",
+    "dot",
+    "let_next_begin",
+    "prefetch",
+    "scalar",
+    "sigmoid",
+    "tanh",
+    "tl",
+    "triton",
+    "wait_for_previous",
+]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels run in NumPy. True or false for the life of the process."""

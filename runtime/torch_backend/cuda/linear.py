@@ -105,7 +105,13 @@ def _linear(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, *, silu_gated: bool = False, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: LinearTile,
+    *,
+    silu_gated: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``x · weightᵀ + bias``, or of the first and the second half of the outputs ``silu(first) · second``.
 
@@ -127,7 +133,9 @@ def linear(
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16, or both float16")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be a contiguous [{weight.shape[0]}] of {x.dtype}")
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; it must be a contiguous [{weight.shape[0]}] of {x.dtype}"
+        )
     out = x.new_empty(rows, outputs) if out is None else out
     if out.shape != (rows, outputs) or out.stride(1) != 1:
         raise ValueError(f"out has shape {tuple(out.shape)}; it must be {(rows, outputs)} with contiguous rows")

@@ -179,7 +179,23 @@ def rope_and_write(
         return out
     if fp8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    rotate(query, key, value, cos, sin, keys, values, slots, interleaved, query_norm, key_norm, eps, key_scale, value_scale, out)
+    rotate(
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        keys,
+        values,
+        slots,
+        interleaved,
+        query_norm,
+        key_norm,
+        eps,
+        key_scale,
+        value_scale,
+        out,
+    )
     return out
 
 

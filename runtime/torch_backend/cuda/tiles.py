@@ -76,7 +76,11 @@ def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: i
         raise ValueError(f"{rows} query heads, padded, share a KV head; the attention kernel takes 1 to 128")
     size = next(limit for limit in (64, 128, 256) if head_dim <= limit)
     known = tuned_for(architecture)
-    if rows <= FEW_ROWS and sequences <= FEW_SEQUENCES and (few := _FEW_SEQUENCES.get((known, size, element_bytes))) is not None:
+    if (
+        rows <= FEW_ROWS
+        and sequences <= FEW_SEQUENCES
+        and (few := _FEW_SEQUENCES.get((known, size, element_bytes))) is not None
+    ):
         return few
     return AttentionTile(*_ATTENTION[size, element_bytes][known][rows > FEW_ROWS])
 
