@@ -22,10 +22,10 @@ from autotune.profiling.setup import (
     default_slo,
     fitted_knobs,
     length_scale,
-    service_times,
     most_rate,
     rounded,
     sample,
+    service_times,
     typical_step,
 )
 from autotune.simulate import SimulatedEngine

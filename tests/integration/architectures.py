@@ -158,11 +158,8 @@ def build(architecture: str, *, seed: int = 0, **fields: Any) -> PreTrainedModel
     config = AutoConfig.for_model(architecture, **given)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation="eager",  # as the self-test: SDPA has no softcap
-        )
+        own = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # PyTorch's attention has no softcap
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=own)
         sharpen(model)
     return model.eval()
 

@@ -77,7 +77,9 @@ def tiny(model_type: str = "qwen3", dtype: torch.dtype = torch.float32, **change
     """A random model whose weights are scaled up, so that the likeliest token stands out and depends on the context."""
     config = AutoConfig.for_model(model_type, **{**SHAPE, **changes})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    # PyTorch's own attention knows no softcap, and some versions of transformers give it layers that have one
+    own = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=own).to(dtype).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1 and "norm" not in name:

@@ -14,8 +14,10 @@ from triton.runtime.interpreter import GridExecutor
 from runtime.knobs import Knobs
 from runtime.torch_backend import executor as executor_module
 from runtime.torch_backend.backends import Backend
+from runtime.torch_backend.cuda import backend as backend_module
 from runtime.torch_backend.cuda.backend import CUDA, PagedAttention
 from runtime.torch_backend.cuda.language import INTERPRETED
+from runtime.torch_backend.cuda.tiles import LinearTile
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.fused_layer import FusedLayer
 from runtime.torch_backend.self_test import self_test
@@ -95,3 +97,31 @@ def test_models_pass_their_self_test(kind: str, dtype: torch.dtype, monkeypatch:
     monkeypatch.setattr(executor_module, "backend_for", lambda device: FEW)
     self_test(loaded)
     assert any(isinstance(m, FusedLayer) for m in loaded.model.modules())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_few_rows_are_our_kernels_where_there_is_a_tile(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, calls = torch.nn.Linear(64, 64, dtype=torch.bfloat16), []
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def tile(architecture: int, rows: int, inputs: int, outputs: int, silu_gated: bool) -> LinearTile:
+        calls.append((rows, inputs, outputs, silu_gated))
+        return LinearTile(16, 32, 2, 4, 2)
+
+    multiply = CUDA.operations.silu_mul_linear if gated else CUDA.operations.linear
+    with torch.inference_mode():
+        expected = multiply(layer, x).float()  # a CPU has no tile: PyTorch's product
+        monkeypatch.setattr(backend_module, "linear_tile", tile)
+        found = multiply(layer, x).float()
+        assert calls == [(5, 64, 32 if gated else 64, gated)]
+        assert float((found - expected).norm() / expected.norm()) < 0.02
+        seen: list[int] = []
+        layer.register_forward_hook(lambda *_: seen.append(1))
+        multiply(layer, x)
+        assert seen == [1], "whoever hooks into a layer is called"
+        calls.clear()
+        assert multiply(layer.float(), x.float()).dtype == torch.float32
+        multiply(layer.bfloat16(), x.repeat(13, 1))
+    assert calls == [], "float32, or more rows than there are tiles for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
@@ -11,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import DeviceError, RejectedError
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.core import EngineCore
+from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Scheduler
@@ -23,7 +26,7 @@ from runtime.shared.ceilings import Load
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.examples import examples
-from tests.unit.late_executor import POISON, VENOM, LateWorld
+from tests.unit.late_executor import POISON, VENOM, LateExecutor, LateWorld
 from tests.unit.scheduler_world import BLOCK, chain
 
 _STEMS = [[1] * 9, [1] * 9 + [2] * 7, [2, 1] * 6, []]
@@ -343,3 +346,29 @@ def test_nothing_is_launched_behind_a_step_in_trouble() -> None:
     world.step()
     assert len(world.executor.steps) <= 1
     world.drain()
+
+
+class Tardy(LateExecutor):
+    """The host comes to look 4 ms after the device was done: it was launching the next step."""
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        done = result.ends[-1]
+        self.now = done + 0.004
+        return result._replace(ends=(self.now,), computed_at=done)
+
+
+def test_a_step_takes_what_the_device_took_and_tokens_come_when_the_host_has_them() -> None:
+    executor, scheduler = Tardy(True), Scheduler(kv_blocks=50, block_size=BLOCK)
+    core = EngineCore(scheduler, executor, knobs=Knobs(4, 0, 64, 64), limits=KnobLimits(), output=OutputProcessor())
+    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=6, ignore_eos=True), 6, 0.0)
+    core.add(request)
+    outcomes = []
+    while core.has_work:
+        outcomes.append(core.step(executor.now))
+    records = [outcome.record for outcome in outcomes if outcome.record is not None and outcome.record.decodes]
+    assert len(records) == 5
+    assert [round(record.duration, 6) for record in records[1:]] == [0.01] * 4
+    assert all(later.start == sooner.end for sooner, later in pairwise(records))
+    [ended] = [finished for outcome in outcomes for finished in outcome.finished]
+    assert ended.record.end == pytest.approx(records[-1].end + 0.004)

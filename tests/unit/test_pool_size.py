@@ -28,7 +28,7 @@ from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.inputs import PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, check_pool
 from runtime.torch_backend.loading import LoadedModel, from_model
-from runtime.torch_backend.pool_size import MARGIN, largest_step, pool_blocks
+from runtime.torch_backend.pool_size import MARGIN, largest_step, mixed_steps, pool_blocks
 from runtime.torch_backend.sampling import Columns, Sampler
 from tests.unit import loading_models
 from tests.unit.recording import Recorder
@@ -314,3 +314,15 @@ def test_what_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.peak(lambda: calls.append("step")) == 4500
     settled = ["collect", "synchronize", "empty_cache", "memory_reserved", "reset_peak_memory_stats"]
     assert calls == [*settled, "step", "synchronize", "max_memory_reserved"]
+
+
+def test_steps_that_have_kernels_compiled_run_and_stay_within_the_ceilings() -> None:
+    loaded = loaded_model()
+    executor = TorchExecutor(loaded, kv_blocks=64, block_size=16)
+    wide = list(mixed_steps(KnobLimits(), loaded.max_model_len, 16, 64))
+    assert {chunk.count for plan in wide for chunk in plan.chunks} >= {1, 2, 4, 8, 16, 28, 60}
+    assert {len(plan.chunks) for plan in wide} == {1, 20} and all(plan.n_decode == 1 for plan in wide)
+    for plan in wide[:5]:
+        assert not executor.execute(plan, 0.0, 0.0).failed
+    for plan in mixed_steps(LIMITS, loaded.max_model_len, 16, 64):
+        assert plan.budget_used <= LIMITS.token_budget and 1 + len(plan.chunks) <= LIMITS.max_batch_size

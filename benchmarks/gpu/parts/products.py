@@ -1,5 +1,5 @@
-"""What products of few rows take by our kernel and by PyTorch's library, by tile: where ``linear_tile`` of ``cuda/tiles.py`` comes
-from."""
+"""What products of few rows take by our kernel and by PyTorch's library, by tile: where ``linear_tile`` of ``cuda/tiles.py``
+comes from."""
 
 from __future__ import annotations
 

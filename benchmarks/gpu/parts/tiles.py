@@ -87,8 +87,8 @@ def settings(many: bool, dim: int, dry: bool) -> list[Setting]:
 
 
 def run(place: Place, argument: str) -> None:
-    """Compiles in several processes first, then times one setting after the other. ``best`` has, of each model and load, the three
-    fastest settings and today's."""
+    """Compiles in several processes first, then times one setting after the other. ``best`` has, of each model and load, the
+    three fastest settings and today's."""
     models = dict(list(MODELS.items())[:1]) if place.dry else MODELS
     work = [(name, many) for name in models for many in (False, True)]
     if not place.dry:
@@ -160,15 +160,12 @@ def _call(heads: Heads, sequences: Sequences, inputs: _Inputs, setting: Setting 
     """The attention of one layer under ``setting``; None: as the engine runs it."""
     new, context = [n for n, _ in sequences], [c for _, c in sequences]
     device = inputs.query.device
-    rows, waves = attention_plan.MANY_ROWS, attention_plan.WAVES
-    try:
-        if setting is not None:
-            attention_plan.MANY_ROWS, attention_plan.WAVES = max(setting.rows, FEW_ROWS), setting.waves
-        sizes = plan_sizes(
-            len(new), sum(new), heads.heads, heads.kv_heads, multiprocessors_of(device), each=max(new)
-        )  # fmt: skip
-    finally:
-        attention_plan.MANY_ROWS, attention_plan.WAVES = rows, waves
+    shape = (len(new), sum(new), heads.heads, heads.kv_heads, multiprocessors_of(device))
+    if setting is None:
+        sizes = plan_sizes(*shape, each=max(new))
+    else:
+        with mock.patch.multiple(attention_plan, MANY_ROWS=max(setting.rows, FEW_ROWS), WAVES=setting.waves):
+            sizes = plan_sizes(*shape, each=max(new))
     plan = AttentionPlan(sizes, device)
     plan.update(new, context)
     call = functools.partial(

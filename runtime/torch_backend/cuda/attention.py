@@ -253,15 +253,17 @@ def paged_attention(
         )
     if fp8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    attend(query, keys, values, table, plan, block_size, scale, window, softcap, sinks, key_scale, value_scale, out)
-    return out
+    return attend(
+        query, keys, values, table, plan, block_size=block_size, scale=scale, window=window, softcap=softcap, sinks=sinks,
+        key_scale=key_scale, value_scale=value_scale, out=out,
+    )  # fmt: skip
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, plan: AttentionPlan, block_size: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None,
-    out: Tensor,
-) -> None:  # fmt: skip
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, plan: AttentionPlan, *, block_size: int, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None, out: Tensor,
+) -> Tensor:  # fmt: skip
     """:func:`paged_attention` without its checks, which take the host longer than the launch. A pool of bytes must be uint8
     here."""
     _, heads, dim = query.shape
@@ -300,6 +302,7 @@ def attend(
             _merge, (sizes.splits, sizes.tile, heads), (partial, lse, plan.merges, plan.starts, out), (),
             (*out.stride()[:2], heads, value_dim, sizes.tile, block_v), warps=merge_warps(block_v),
         )  # fmt: skip
+    return out
 
 
 def whole_first(rows: int, window: int | None) -> bool:

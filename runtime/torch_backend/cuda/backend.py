@@ -55,13 +55,16 @@ class CUDAOperations(Operations):
         heads = qkv.view(qkv.shape[0], -1, cos.shape[-1])
         query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
         keys, values = layer.keys, layer.values
-        scales, eps = (None, None) if norm is None else (norm.query, norm.key), 0.0 if norm is None else norm.eps
+        eps = 0.0 if norm is None else norm.eps
+        query_norm, key_norm = (None, None) if norm is None else (norm.query, norm.key)
         shapes = (*query.shape[1:], kv_heads, keys.shape, values.shape, keys.dtype, norm is None)
         if shapes in self._checked and len(query):
-            rotate(query, key, value, cos, sin, keys, values, slots, False, *scales, eps, None, None, query)
+            rotate(
+                query, key, value, cos, sin, keys, values, slots, query_norm=query_norm, key_norm=key_norm, eps=eps, out=query
+            )  # fmt: skip
         else:
             rope_and_write(
-                query, key, value, cos, sin, keys, values, slots, query_norm=scales[0], key_norm=scales[1], eps=eps
+                query, key, value, cos, sin, keys, values, slots, query_norm=query_norm, key_norm=key_norm, eps=eps
             )  # fmt: skip
             self._checked.add(shapes)
         return query, key, value
@@ -221,34 +224,16 @@ class PagedAttention:
         if query.stride(2) != 1:
             query = query.contiguous()
         keys, values, plan = layer.keys, layer.values, state.plan(heads, kv_heads)
-        given = {"scale": terms.scale, "window": terms.window, "softcap": terms.softcap, "sinks": terms.sinks}
-        shapes = (
-            heads,
-            dim,
-            query.dtype,
-            keys.shape,
-            values.shape,
-            keys.dtype,
-            terms.window,
-            terms.softcap,
-            terms.sinks is None,
-        )
-        if shapes not in self._checked:
-            self._checked.add(shapes)
-            return paged_attention(query, keys, values, state.table, plan, block_size=self.pool.block_size, **given)
         out = query.new_empty(len(query), heads, value_dim)
-        attend(
-            query,
-            keys,
-            values,
-            state.table,
-            plan,
-            self.pool.block_size,
-            key_scale=None,
-            value_scale=None,
-            out=out,
-            **given,
-        )
+        shapes = (
+            heads, dim, query.dtype, keys.shape, values.shape, keys.dtype, terms.window, terms.softcap, terms.sinks is None
+        )  # fmt: skip
+        attention = attend if shapes in self._checked else paged_attention
+        self._checked.add(shapes)
+        attention(
+            query, keys, values, state.table, plan, block_size=self.pool.block_size, scale=terms.scale, window=terms.window,
+            softcap=terms.softcap, sinks=terms.sinks, out=out,
+        )  # fmt: skip
         return out
 
 

@@ -1,9 +1,9 @@
 """Launching a kernel that has been compiled, without asking again how to compile it.
 
-At each call Triton binds the arguments by name, looks at each for how it may be specialised, and makes a text of all that to find the
-binary by. With fifteen tensors and thirty constants that takes a host longer than most kernels take the device: on the host of an
-H200 a step of a 0.6B model with a prompt took 22 ms, of which the device worked 5. A binary is the same wherever dtypes and constants
-are, and pointers are aligned; so it is found by these.
+At each call Triton binds the arguments by name, looks at each for how it may be specialised, and makes a text of all that to
+find the binary by. With fifteen tensors and thirty constants that takes a host longer than most kernels take the device: on the
+host of an H200 a step of a 0.6B model with a prompt took 22 ms, of which the device worked 5. A binary is the same wherever
+dtypes and constants are, and pointers are aligned; so it is found by these.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Products of few rows with a weight matrix, which take as long as the matrix takes to be read.
 
-A program multiplies some outputs of the weights with all rows, so that every weight is read once, in whole cache lines; where the
-outputs are too few for that to keep the chip busy, the inputs are in parts, whose sums the last program to arrive adds up in their
-order (split-K with a counter, as in Stream-K, Osama et al. 2023). A gated product reads the weights of gate and up side by side and
-writes ``silu(gate) · up``.
+A program multiplies some outputs of the weights with all rows, so that every weight is read once, in whole cache lines; where
+the outputs are too few for that to keep the chip busy, the inputs are in parts, whose sums the last program to arrive adds up in
+their order (split-K with a counter, as in Stream-K, Osama et al. 2023). A gated product reads the weights of gate and up side by
+side and writes ``silu(gate) · up``.
 """
 
 from __future__ import annotations

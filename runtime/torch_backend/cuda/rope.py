@@ -180,29 +180,16 @@ def rope_and_write(
     if fp8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     rotate(
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        keys,
-        values,
-        slots,
-        interleaved,
-        query_norm,
-        key_norm,
-        eps,
-        key_scale,
-        value_scale,
-        out,
-    )
+        query, key, value, cos, sin, keys, values, slots, interleaved=interleaved, query_norm=query_norm, key_norm=key_norm,
+        eps=eps, key_scale=key_scale, value_scale=value_scale, out=out,
+    )  # fmt: skip
     return out
 
 
 def rotate(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
-    interleaved: bool, query_norm: Tensor | None, key_norm: Tensor | None, eps: float, key_scale: Tensor | None,
-    value_scale: Tensor | None, out: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *,
+    interleaved: bool = False, query_norm: Tensor | None = None, key_norm: Tensor | None = None, eps: float = 0.0,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None, out: Tensor,
 ) -> None:  # fmt: skip
     """:func:`rope_and_write` of one token or more, without its checks, which take the host longer than the launch. A pool of
     bytes must be uint8 here."""

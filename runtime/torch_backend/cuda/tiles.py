@@ -1,6 +1,7 @@
 """Tile sizes, warps and pipeline stages, by chip and head size: the only place for numbers that are about speed.
 
-Every number here is a guess, made from shared memory and registers: no GPU has timed one. Results do not depend on them.
+Those of sm_90 are what an H200 was fastest with (``python -m benchmarks.gpu --part tiles --part products``); those of other chips
+are guesses, made from shared memory and registers. Results do not depend on them.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: i
     return AttentionTile(*_ATTENTION[size, element_bytes][known][rows > FEW_ROWS])
 
 
+AHEAD = 4
+"""How many times its inputs' width of weights a program of a product brings to the cache while it waits. With 16 an H200's cache
+is too small for those of an 8B model, and a step takes a fifth longer."""
+
 MOST_ROWS = 64
 """For more rows the product itself takes longer than its weights, and a library's is faster."""
 
@@ -106,9 +111,6 @@ def linear_tile(architecture: int, rows: int, inputs: int, outputs: int, gated: 
         return None
     parts = max(1, min(inputs // deep, programs // (outputs // wide)))
     return LinearTile(wide, deep, parts, 4, 4, AHEAD)
-
-
-AHEAD = 4
 
 
 def tuned_for(architecture: int) -> int:
