@@ -370,5 +370,5 @@ def test_a_step_takes_what_the_device_took_and_tokens_come_when_the_host_has_the
     assert len(records) == 5
     assert [round(record.duration, 6) for record in records[1:]] == [0.01] * 4
     assert all(later.start == sooner.end for sooner, later in pairwise(records))
-    [ended] = [finished for outcome in outcomes for finished in outcome.finished]
-    assert ended.record.end == pytest.approx(records[-1].end + 0.004)
+    [(_, ended)] = [finished for outcome in outcomes for finished in outcome.finished]
+    assert ended.finished == pytest.approx(records[-1].end + 0.004)
