@@ -27,7 +27,8 @@ from benchmarks.gpu_projection.work import Work, of_kernel, of_operation
 from runtime.torch_backend.attention import AttentionBackend
 from runtime.torch_backend.backends import Backend
 from runtime.torch_backend.contract import Loaded
-from runtime.torch_backend.cuda.attention_plan import WAVES
+from runtime.torch_backend.cuda import backend
+from runtime.torch_backend.cuda.attention_plan import WAVES, AttentionPlan
 from runtime.torch_backend.cuda.backend import CUDA, PagedAttention
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.kv_pool import KVPool
@@ -136,7 +137,9 @@ class Decoder:
         engine._rows.pad_block = engine.pool.pad_block
         plan = step.plan(BLOCK)
         recorder = Recorder(step)
-        with _noted(recorder):
+        # decode steps are recorded, with the launch that merges, whether or not this one has something to merge
+        plans = functools.partial(AttentionPlan, recorded=max(step.new) == 1)
+        with _noted(recorder), mock.patch.object(backend, "AttentionPlan", plans):
             for _ in range(2):  # the first one allocates
                 recorder.calls.clear()
                 with recorder:

@@ -108,7 +108,7 @@ def _attend(given: Mapping[str, Any], grid: Sequence[int], step: Step) -> Work:
     """Keys and values of a sequence are read once: tiles of the same sequence find in the cache what another has read."""
     heads, value_dim, dim = given["HEADS"], given["VALUE_DIM"], given["DIM"]
     kv_heads, partial = heads // given["GROUP"], given["partial"]
-    splits = 0 if partial is given["out"] else partial.shape[0] // 2
+    splits = 0 if partial.dim() == 1 else partial.shape[0] // 2  # one dimension: nothing is merged
     tiles = _tiles(step, given["TILE"], splits, given["WINDOW"])
     keys, query, out = given["keys"].element_size(), given["query"].element_size(), given["out"].element_size()
     read = tiles.unique * kv_heads * (dim + value_dim) * keys + int(tiles.tokens.sum()) * heads * dim * query

@@ -15,11 +15,17 @@ from runtime.torch_backend.cuda.launch import launch  # isort: skip
 
 
 class Compiled:
+    """As Triton hands it out: what launches, and what that wants along."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log: list[Any], name: str) -> None:
         self._log, self._name = log, name
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, stream: self._log.append((self._name, grid, args[-3:], stream))
+    def run(self, *given: Any) -> None:
+        grid, (stream, function, metadata, *hooks), arguments = given[:3], given[3:9], given[9:]
+        assert (function, metadata, hooks) == ("function", "metadata", [None] * 3)
+        self._log.append((self._name, grid, stream, arguments))
 
 
 class Kernel:
@@ -46,7 +52,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def call(kernel: Kernel, tensor: Tensor, *, constant: int = 5, number: float = 0.5, warps: int = 4) -> None:
-    launch(kernel, (3, 2), (tensor, tensor), (number,), (constant,), warps=warps)
+    launch(kernel, (3, 2, 1), (tensor, tensor), (number,), (constant,), warps=warps)
 
 
 def test_a_binary_is_looked_up_once_and_then_launched_with_all_arguments(kernel: Kernel) -> None:
@@ -55,7 +61,8 @@ def test_a_binary_is_looked_up_once_and_then_launched_with_all_arguments(kernel:
     assert len(kernel.compiled) == 1 and kernel.log == []  # which has launched it, too
     call(kernel, x, number=0.25)  # numbers are arguments, not part of a binary
     assert len(kernel.compiled) == 1
-    assert kernel.log == [("binary 1", (3, 2, 1), (0.25, 5, False), 77)]
+    there = x.data_ptr()
+    assert kernel.log == [("binary 1", (3, 2, 1), 77, (there, there, 0.25, 5, False))]
 
 
 @pytest.mark.parametrize("change", [{"constant": 6}, {"warps": 8}])
@@ -81,6 +88,8 @@ def test_pointers_that_are_not_aligned_are_left_to_triton(kernel: Kernel) -> Non
     assert len(kernel.compiled) == 2 and kernel.log == []
     call(kernel, aligned)  # nor is a binary for others taken for these
     assert len(kernel.compiled) == 3
+    call(kernel, aligned[1:])
+    assert len(kernel.compiled) == 4 and kernel.log == []
 
 
 def test_a_chip_that_has_it_lets_kernels_begin_early(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,4 +100,4 @@ def test_a_chip_that_has_it_lets_kernels_begin_early(kernel: Kernel, monkeypatch
     call(kernel, torch.zeros(64))
     assert kernel.compiled[1]["launch_pdl"] is True
     call(kernel, torch.zeros(64))
-    assert kernel.log[-1][2] == (0.5, 5, True)
+    assert kernel.log[-1][3][2:] == (0.5, 5, True)

@@ -48,7 +48,7 @@ def gated(gate_up: Tensor, kind: Literal["silu", "gelu_tanh"] = "silu", out: Ten
         raise ValueError(f"out has shape {tuple(out.shape)}; it must be [{rows}, {width}] with contiguous rows")
     if rows:
         launch(
-            _gated, (rows, -(-width // BLOCK)), (gate_up, out), (),
+            _gated, (rows, -(-width // BLOCK), 1), (gate_up, out), (),
             (gate_up.stride(0), out.stride(0), width, kind == "gelu_tanh", BLOCK), warps=4,
         )  # fmt: skip
     return out

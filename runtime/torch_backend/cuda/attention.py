@@ -271,7 +271,7 @@ def attend(
     sizes = plan.sizes
     architecture = architecture_of(query.device)
     tile = attention_tile(architecture, max(dim, value_dim), query.element_size(), sizes.rows, sizes.sequences)
-    partial, lse = out, out  # not read
+    partial, lse = plan.unused, plan.unused  # of the dtype that they have else: one binary for both
     if plan.merging:
         shape = (sizes.partials, sizes.tile, heads)
         partial = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
@@ -279,7 +279,7 @@ def attend(
     base2 = LOG2_E.value
     block_v = max(16, next_power_of_2(value_dim))
     launch(
-        _attend, (sizes.items, kv_heads),
+        _attend, (sizes.items, kv_heads, 1),
         (
             query, keys, values, table, plan.items, plan.starts, plan.lengths,
             query if sinks is None else sinks, query if key_scale is None else key_scale,

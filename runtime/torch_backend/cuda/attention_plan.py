@@ -124,6 +124,8 @@ class AttentionPlan:
             part[:count] for part, count in zip(self._buffer.split(padded), counts, strict=True)
         )
         self.items, self.merges = items.view(-1, ITEM), merges.view(-1, MERGE)
+        self.unused = torch.empty(ITEM, dtype=torch.float32, device=self.device)
+        """In the place of partial results where there are none."""
         self._turn = 0
         self._hosts: list[
             tuple[Tensor, list[Ints]]

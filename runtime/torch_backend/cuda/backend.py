@@ -17,7 +17,7 @@ from runtime.torch_backend.cuda.attention_plan import AttentionPlan, PlanSizes, 
 from runtime.torch_backend.cuda.graphs import record_decode
 from runtime.torch_backend.cuda.linear import multiply
 from runtime.torch_backend.cuda.memory import CUDAMemory
-from runtime.torch_backend.cuda.norm import rms_norm
+from runtime.torch_backend.cuda.norm import normed, rms_norm
 from runtime.torch_backend.cuda.rope import rope_and_write, rotate
 from runtime.torch_backend.cuda.sampler import KernelSampler
 from runtime.torch_backend.cuda.tiles import (
@@ -47,7 +47,13 @@ class CUDAOperations(Operations):
         return rms_norm(x, scale, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rms_norm(x, scale, eps, residual=residual, out=x), residual
+        shapes = (x.shape[1], residual.shape[1], scale.shape, x.stride(1), residual.stride(1))
+        if shapes in self._checked and len(x) == len(residual) > 0:
+            normed(x, scale, eps, residual, 0.0, x)
+        else:
+            rms_norm(x, scale, eps, residual=residual, out=x)
+            self._checked.add(shapes)
+        return x, residual
 
     def rope_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, norm: HeadNorm | None, layer: LayerKV, slots: Tensor
@@ -83,7 +89,7 @@ class CUDAOperations(Operations):
 
 def _multiplied(layer: Any, x: Tensor, silu_gated: bool) -> Tensor | None:
     """By our own kernel, if ``layer`` is no more than a product and that is faster for so many rows."""
-    rows = len(x)
+    rows = x.shape[0]
     if not 0 < rows <= MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or type(layer) is not nn.Linear:
         return None
     weight, bias = layer.weight, layer.bias

@@ -3,13 +3,16 @@
 At each call Triton binds the arguments by name, looks at each for how it may be specialised, and makes a text of all that to
 find the binary by. With fifteen tensors and thirty constants that takes a host longer than most kernels take the device: on the
 host of an H200 a step of a 0.6B model with a prompt took 22 ms, of which the device worked 5. A binary is the same wherever
-dtypes and constants are, and pointers are aligned; so it is found by these.
+dtypes and constants are, and pointers are aligned; so it is found by these, and gets addresses, which Triton does not look up at
+the driver one by one as it does tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import reduce
+from operator import attrgetter, or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +27,23 @@ EARLY = True
 EARLY_FROM = 90
 """The compute capability that has programmatic dependent launch."""
 
-_known: dict[tuple[Any, ...], Any] = {}
+
+class _Binary(NamedTuple):
+    """What Triton calls to launch a binary, and what it gives along."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    early: bool
+
+
+_known: dict[tuple[Any, ...], _Binary] = {}
+_dtype = attrgetter("dtype")
 
 
 def launch(
     kernel: Any,
-    grid: tuple[int, ...],
+    grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     numbers: tuple[float, ...],
     constants: tuple[int, ...],
@@ -43,20 +57,19 @@ def launch(
     does not specialise, below 2³¹. ``grid``: programs along each dimension. The last constant, EARLY, is ours: whether the
     kernel begins while those before it still run (see :func:`~.language.wait_for_previous`).
     """
-    addresses = 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    device = tensors[0].device.index
-    early = begins_early(tensors[0].device)
-    key = (id(kernel), constants, warps, stages, device, *[tensor.dtype for tensor in tensors])
-    compiled = None if addresses % ALIGNED else _known.get(key)
-    if compiled is None:
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    device = tensors[0].device
+    key = (id(kernel), constants, warps, stages, device, *map(_dtype, tensors))
+    known = _known.get(key)
+    if known is None or reduce(or_, addresses) % ALIGNED:
+        early = begins_early(device)
         options = {"launch_pdl": True} if early else {}
         compiled = kernel[grid](*tensors, *numbers, *constants, early, num_warps=warps, num_stages=stages, **options)
-        if not (INTERPRETED.value or addresses % ALIGNED or compiled is None):
-            _known[key] = compiled
+        if not (INTERPRETED.value or reduce(or_, addresses) % ALIGNED or compiled is None):
+            _known[key] = _Binary(compiled.run, compiled.function, compiled.packed_metadata, early)
         return
-    compiled[_three(grid)](*tensors, *numbers, *constants, early, stream=stream_of(tensors[0].device))
+    run, function, metadata, early = known
+    run(*grid, stream_of(device), function, metadata, None, None, None, *addresses, *numbers, *constants, early)
 
 
 def begins_early(device: torch.device) -> bool:
@@ -64,13 +77,9 @@ def begins_early(device: torch.device) -> bool:
     return EARLY and architecture_of(device) >= EARLY_FROM
 
 
-def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
-    return grid + (1,) * (3 - len(grid))
-
-
 def stream_of(device: torch.device) -> int:
     """The handle of the current stream of ``device``; 0 on a CPU."""
     if device.type != "cuda":
         return 0
-    current: Callable[[int | None], int] = triton.runtime.driver.active.get_current_stream
-    return current(device.index)
+    stream: int = triton.runtime.driver.active.get_current_stream(device.index)
+    return stream

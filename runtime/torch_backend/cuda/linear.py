@@ -154,7 +154,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, s
         partial = torch.empty(parts, 1 + silu_gated, block, outputs, dtype=torch.float32, device=x.device)
         arrived = _counters(x.device, outputs // tile.outputs)
     launch(
-        _linear, (outputs // tile.outputs, parts), (x, weight, x if bias is None else bias, out, partial, arrived), (rows,),
+        _linear, (outputs // tile.outputs, parts, 1), (x, weight, x if bias is None else bias, out, partial, arrived), (rows,),
         (
             x.stride(0), out.stride(0), inputs, outputs, silu_gated, bias is not None, parts, block, tile.outputs,
             tile.inputs, min(next_power_of_2(inputs // parts // LINE.value), tile.inputs * tile.ahead // LINE.value),

@@ -71,13 +71,19 @@ def rms_norm(
     elif _checked("out", out) != (rows, width):
         raise ValueError(f"out has shape {tuple(out.shape)}; it must be that of x, {tuple(x.shape)}")
     if rows:
-        block = next_power_of_2(width)
-        summed = x if residual is None else residual
-        launch(
-            _rms_norm, (rows,), (x, summed, weight, out), (eps, weight_offset),
-            (x.stride(0), summed.stride(0), out.stride(0), width, residual is not None, block), warps=row_warps(block),
-        )  # fmt: skip
+        normed(x, weight, eps, residual, weight_offset, out)
     return out
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, weight_offset: float, out: Tensor) -> None:
+    """:func:`rms_norm` of one row or more, without its checks, which take the host as long as the launch."""
+    rows, width = x.shape
+    block = next_power_of_2(width)
+    summed = x if residual is None else residual
+    launch(
+        _rms_norm, (rows, 1, 1), (x, summed, weight, out), (eps, weight_offset),
+        (x.stride(0), summed.stride(0), out.stride(0), width, residual is not None, block), warps=row_warps(block),
+    )  # fmt: skip
 
 
 def _checked(name: str, x: Tensor) -> tuple[int, int]:

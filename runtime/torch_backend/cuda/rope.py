@@ -200,7 +200,7 @@ def rotate(
         *values.stride()[:2], cos.stride(0),
     )  # fmt: skip
     launch(
-        _rope_write, (tokens, kv_heads),
+        _rope_write, (tokens, kv_heads, 1),
         (
             query, key, value, out, keys, values, slots, cos, sin, query if query_norm is None else query_norm,
             query if key_norm is None else key_norm, query if key_scale is None else key_scale,

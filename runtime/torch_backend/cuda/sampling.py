@@ -171,7 +171,7 @@ def greedy(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """
     out = _output(logits, out)
     if len(logits):
-        launch(_greedy, (len(logits),), (logits, out), (), _constants(logits), warps=WARPS)
+        launch(_greedy, (len(logits), 1, 1), (logits, out), (), _constants(logits), warps=WARPS)
     return out
 
 
@@ -205,7 +205,7 @@ def sample(
             )
     if len(logits):
         tensors = (logits, out, temperature, top_k, top_p, min_p, seed, position)
-        launch(_sample, (len(logits),), tensors, (), _constants(logits), warps=WARPS)
+        launch(_sample, (len(logits), 1, 1), tensors, (), _constants(logits), warps=WARPS)
     return out
 
 
