@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -37,7 +38,10 @@ EXAMPLES = (
     "Examples:  autotune profile  ·  "
     "autotune profile --model ./my-model --slo ttft=500ms,tpot=50ms --workload azure-code --budget 10m --out mine.yaml"
 )
-DEFAULT_BUDGET = "3m"
+DEFAULT_BUDGET, GPU_BUDGET = "3m", "8m"
+"""A GPU serves requests of their full length, some 200 of which a window must hold: minutes, where a CPU's are shortened."""
+
+_DEFAULT_WORKERS = 8
 _MOST_WORKERS = 256
 
 
@@ -76,7 +80,10 @@ def profile(
         Option(help="How many settings to measure on the hardware; without --budget there is then no time limit."),
     ] = None,
     budget: Annotated[
-        str | None, Option(help=f"Time for everything after loading, such as 90s or 10m.  (default: {DEFAULT_BUDGET})")
+        str | None,
+        Option(
+            help=f"Time for everything after loading, such as 90s.  (default: {DEFAULT_BUDGET}, {GPU_BUDGET} on a GPU)"
+        ),
     ] = None,
     pin: Annotated[list[str] | None, Option(help="Fix a knob: token_budget=512. Repeatable.")] = None,
     ranges: Annotated[
@@ -94,8 +101,12 @@ def profile(
         str | None, Option(help="Of this machine, such as 2.50/h: tables then say money per million tokens.")
     ] = None,
     workers: Annotated[
-        int, Option(help="Processes that simulate, up to 8 at a time; the result is the same for any number.")
-    ] = 1,
+        int | None,
+        Option(
+            help="Processes that simulate, up to 8 at a time; the result is the same for any number.  (default: half as many as "
+            "there are cores)"
+        ),
+    ] = None,
     storage: Annotated[
         str | None,
         Option(
@@ -169,6 +180,8 @@ def profile(
         raise InputError(f"--trials is {trials}; it must be at least 1")
     if sim_trials is not None and sim_trials < 1:
         raise InputError(f"--sim-trials is {sim_trials}; it must be at least 1")
+    if workers is None:
+        workers = max(1, min(_DEFAULT_WORKERS, (os.cpu_count() or 1) // 2))
     if not 1 <= workers <= _MOST_WORKERS:
         raise InputError(f"--workers is {workers}; it must be between 1 and {_MOST_WORKERS}")
     check_rate("--rate", rate)
@@ -201,6 +214,8 @@ def profile(
     console = make_console(stderr=as_json)
     console.print(loading(model or "PyTorch", chosen.label), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
+    if kind == "gpu" and budget is None and trials is None:
+        question = replace(question, budget_s=seconds(GPU_BUDGET))
     found_machine = machine(gpu=kind == "gpu")
     model = model_for(chosen, model, found_machine)
     name = "-".join(part for part in (stem(model), chosen.label, kind) if part)
