@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -168,7 +167,7 @@ def profile(
     )
     from autotune.cost.price import parse_price
     from autotune.measure.evaluate import EvaluationError
-    from autotune.profile.fingerprint import machine
+    from autotune.profile.fingerprint import machine, usable_cores
     from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.space import WIDEST, make_space
     from autotune.profiling.storage import SharedStorage, without_passwords
@@ -181,7 +180,7 @@ def profile(
     if sim_trials is not None and sim_trials < 1:
         raise InputError(f"--sim-trials is {sim_trials}; it must be at least 1")
     if workers is None:
-        workers = max(1, min(_DEFAULT_WORKERS, (os.cpu_count() or 1) // 2))
+        workers = max(1, min(_DEFAULT_WORKERS, usable_cores() // 2))
     if not 1 <= workers <= _MOST_WORKERS:
         raise InputError(f"--workers is {workers}; it must be between 1 and {_MOST_WORKERS}")
     check_rate("--rate", rate)

@@ -17,6 +17,7 @@ import psutil
 
 from autotune.profile.document import Profile
 from autotune.profile.parts import EngineFacts, GpuInfo, Machine, Software
+from autotune.version import __version__
 
 FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
@@ -44,7 +45,7 @@ def machine(*, gpu: bool = False, threads: int | None = None) -> Machine:
 def software() -> Software:
     """Versions of what computes."""
     return Software(
-        autotune=package_version("gpu-autotune"),
+        autotune=__version__,
         torch=package_version("torch"),
         transformers=package_version("transformers"),
         python=platform.python_version(),
