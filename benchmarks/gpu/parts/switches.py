@@ -58,7 +58,7 @@ def run(place: Place, model: str) -> None:
     for switches in SETTINGS[-2:-1] if place.dry else SETTINGS:
         with _switched(switches):
             executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=_BLOCK, max_batch_size=most)
-            found = {}
+            found = dict[str, float]()
             for name, step in steps.items():
                 one = measured(executor, known, step, 2 if place.dry else 20)
                 ms = one.get("overlapped_ms", one["ms"])
