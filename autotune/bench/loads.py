@@ -20,7 +20,7 @@ CALIBRATE_S = 8.0
 
 
 @dataclass(frozen=True)
-class Load:
+class BenchLoad:
     """``workload`` is scaled to the machine and at its rate. ``slo_from`` and ``rate_from`` say who chose them."""
 
     spec: str
@@ -33,7 +33,7 @@ class Load:
 
 def of_profile(
     profile: Profile, spec: str | None, slo: SLO | None, rate: float | None, classes: Sequence[RequestClass] = ()
-) -> Load:
+) -> BenchLoad:
     """The load that ``profile`` was made under, as far as it is not overridden."""
     facts = profile.workload
     workload = parse_workload(spec or facts.spec)
@@ -42,7 +42,7 @@ def of_profile(
         cap_prompt=facts.cap_prompt,
         cap_output=facts.cap_output,
     )
-    return Load(
+    return BenchLoad(
         spec=spec or facts.spec,
         workload=scaled.at_rate(rate or facts.rate),
         slo=slo or profile.slo,
@@ -64,7 +64,7 @@ def calibrated(
     advance: Callable[[float, str], None] = lambda share, note: None,
     budget_s: float = CALIBRATE_S,
     classes: Sequence[RequestClass] = (),
-) -> Load:
+) -> BenchLoad:
     """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what fills the engine."""
     workload = parse_workload(spec)
     setup = setup_for(
@@ -79,7 +79,7 @@ def calibrated(
         classes=classes,
     )
     chosen = rate or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
-    return Load(
+    return BenchLoad(
         spec=spec,
         workload=setup.model_copy(update={"rate": chosen}).apply(workload),
         slo=setup.slo,

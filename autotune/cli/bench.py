@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autotune.bench import Contender, PairedComparison, Result
-    from autotune.bench.loads import Load
+    from autotune.bench.loads import BenchLoad
     from autotune.cli.display import Display
     from autotune.engines import Engine
     from autotune.profile import ModelFacts, Profile
@@ -207,7 +207,7 @@ class _Run:
 
     def load(
         self, spec: str | None, slo: Any, rate: float | None, profile: Profile | None, classes: Sequence[RequestClass]
-    ) -> Load | None:
+    ) -> BenchLoad | None:
         """The load; None when stopped before it was known."""
         from autotune.bench import loads
         from autotune.measure.evaluate import Interrupted
@@ -234,7 +234,7 @@ class _Run:
             display.stage_done("", "")
             display.close()
 
-    def measure(self, load: Load) -> None:
+    def measure(self, load: BenchLoad) -> None:
         from autotune.bench import Failure, measure, turns
 
         planned = turns(self.contenders, self.rounds, self.seed)
@@ -272,7 +272,7 @@ class _Run:
 
         return Display(self.console, "")
 
-    def _head(self, load: Load) -> str:
+    def _head(self, load: BenchLoad) -> str:
         from autotune.workload.options import fraction
 
         scale = load.workload.length_scale
@@ -288,7 +288,7 @@ class _Run:
         )
 
 
-def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> int:
+def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) -> int:
     from autotune.bench import compare, plotting
     from autotune.bench.table import show
     from autotune.writing import write_whole
@@ -312,7 +312,9 @@ def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> in
     return INTERRUPTED if stopped else DONE
 
 
-def _shape(run: _Run, load: Load, comparison: PairedComparison, baseline: Contender, stopped: bool) -> dict[str, Any]:
+def _shape(
+    run: _Run, load: BenchLoad, comparison: PairedComparison, baseline: Contender, stopped: bool
+) -> dict[str, Any]:
     differences = [comparison.difference(c, baseline) for c in comparison.contenders if c != baseline]
     return {
         "status": "stopped" if stopped else "complete",

@@ -51,7 +51,7 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PointArrays:
     """Points as arrays: ``steps`` as in StepFeatures, ``seconds``, ``weights``, ``folds``."""
 
     steps: Floats
@@ -60,8 +60,8 @@ class Measured:
     folds: Floats
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
-    def where(self, mask: Floats) -> Measured:
-        return Measured(self.steps[mask], self.seconds[mask], self.weights[mask], self.folds[mask])
+    def where(self, mask: Floats) -> PointArrays:
+        return PointArrays(self.steps[mask], self.seconds[mask], self.weights[mask], self.folds[mask])
 
     def columns(self, shape: Shape) -> Floats:
         """Those of the steps in ``shape``, to be read only: alike for all shapes that overlap and differ in the norm only."""
@@ -71,7 +71,7 @@ class Measured:
         return self._known[key]
 
 
-def measured(points: Sequence[StepPoint]) -> Measured:
+def measured(points: Sequence[StepPoint]) -> PointArrays:
     """Raises ``ValueError`` when there are too few points, or one has no positive time."""
     if len(points) < FEWEST:
         raise ValueError(f"{len(points)} points are too few for a cost model; it takes {FEWEST}")
@@ -81,7 +81,7 @@ def measured(points: Sequence[StepPoint]) -> Measured:
     steps = [[getattr(p, name) for name in StepFeatures._fields] for p in points]
     # the standard error of a median of normal samples, from their interquartile range
     errors = np.array([p.spread / 1.35 * 1.25 / max(1, p.repeats) ** 0.5 for p in points])
-    return Measured(
+    return PointArrays(
         as_floats(steps),
         np.array([p.seconds for p in points]),
         _counts(points) * _FLOOR / np.hypot(_FLOOR, errors),
@@ -152,17 +152,17 @@ def _context(point: StepPoint) -> int:
     return point.decode_context + point.prefill_context
 
 
-def _losses(predicted: Floats, data: Measured) -> Floats:
+def _losses(predicted: Floats, data: PointArrays) -> Floats:
     """|log(predicted ÷ measured)| of each point, capped."""
     losses: Floats = np.minimum(np.abs(np.log(np.maximum(predicted, 1e-9) / data.seconds)), 0.5)
     return losses
 
 
-def _loss(predicted: Floats, data: Measured) -> float:
+def _loss(predicted: Floats, data: PointArrays) -> float:
     return float(np.average(_losses(predicted, data), weights=data.weights))
 
 
-def _chosen(losses: Mapping[Shape, Floats], data: Measured) -> Shape:
+def _chosen(losses: Mapping[Shape, Floats], data: PointArrays) -> Shape:
     """The best by ``losses``, of each point; the best sum unless it loses by more than a standard error of the difference."""
     weights = data.weights / data.weights.sum()
     mean = {shape: float(each @ weights) for shape, each in losses.items()}
@@ -173,7 +173,7 @@ def _chosen(losses: Mapping[Shape, Floats], data: Measured) -> Shape:
     return best if gain > error else plain
 
 
-def _chains(shapes: Sequence[Shape], data: Measured) -> list[list[Shape]]:
+def _chains(shapes: Sequence[Shape], data: PointArrays) -> list[list[Shape]]:
     """Shapes that differ in the norm only, together; of those with experts the scale that fits best."""
     chains: dict[tuple[tuple[int, ...], float | None], list[Shape]] = {}
     for shape in shapes:
@@ -191,7 +191,7 @@ def _norms_up_to(shape: Shape) -> list[Shape]:
     return [replace(shape, norm=norm) for norm in norms]
 
 
-def _solve_chain(shapes: Sequence[Shape], data: Measured) -> list[tuple[Shape, Floats]]:
+def _solve_chain(shapes: Sequence[Shape], data: PointArrays) -> list[tuple[Shape, Floats]]:
     """Solves of rising norm, each begun at the one before. A sum has no ``weights_s``: it begins at half the overhead."""
     found: list[tuple[Shape, Floats]] = []
     before: dict[str, float] = {}
@@ -206,7 +206,7 @@ def _solve_chain(shapes: Sequence[Shape], data: Measured) -> list[tuple[Shape, F
     return found
 
 
-def _solve(shape: Shape, data: Measured, start: Floats | None) -> Floats:
+def _solve(shape: Shape, data: PointArrays, start: Floats | None) -> Floats:
     columns = data.columns(shape)
     scale = np.sqrt(np.mean((columns / data.seconds[:, None]) ** 2, axis=0))
     scale[scale == 0] = 1.0
@@ -220,7 +220,7 @@ def _solve(shape: Shape, data: Measured, start: Floats | None) -> Floats:
     return found
 
 
-def _descend(shape: Shape, columns: Floats, data: Measured, coefficients: Floats, clip: float) -> Floats:
+def _descend(shape: Shape, columns: Floats, data: PointArrays, coefficients: Floats, clip: float) -> Floats:
     """Gauss–Newton on Huber's loss with halved steps."""
     predicted, derivatives = shape.times(columns, coefficients)
     loss = _huber(predicted, data, clip)
@@ -252,12 +252,12 @@ def _weighted(relative: Floats, weights: Floats) -> Floats:
     return np.asarray(solution)
 
 
-def _huber(predicted: Floats, data: Measured, clip: float) -> float:
+def _huber(predicted: Floats, data: PointArrays, clip: float) -> float:
     residual = np.abs(predicted / data.seconds - 1) * data.weights
     return float(np.mean(np.where(residual <= clip, residual**2, 2 * clip * residual - clip**2)))
 
 
-def _covariance(shape: Shape, coefficients: Floats, data: Measured) -> Floats:
+def _covariance(shape: Shape, coefficients: Floats, data: PointArrays) -> Floats:
     """Of the coefficients above zero; those at zero are held there, with none."""
     columns = data.columns(shape)
     predicted, derivatives = shape.times(columns, coefficients)

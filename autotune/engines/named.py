@@ -84,7 +84,7 @@ class Host(Protocol):
     def flags(self) -> Collection[str]: ...
 
 
-class Load(Protocol):
+class Loader(Protocol):
     """Reads ``model``, so that engines can be started; see :func:`load`."""
 
     def __call__(
@@ -188,7 +188,7 @@ class NamedEngine:
 
     name: str
     title: str
-    load: Load
+    load: Loader
     serving: InProcess | ByCommand
     dtypes: Callable[[], Sequence[str]]
     check: Callable[[], None] = lambda: None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autotune.export.exporting import Export, export
-from autotune.export.target import Fit, Row, Source, Target
+from autotune.export.target import ExportTarget, Fit, Row, Source
 from autotune.export.vllm import VLLM
 
-__all__ = ["TARGETS", "Export", "Fit", "Row", "Source", "Target", "export"]
+__all__ = ["TARGETS", "Export", "ExportTarget", "Fit", "Row", "Source", "export"]
 
-TARGETS: Mapping[str, Target] = {target.name: target for target in (VLLM,)}
+TARGETS: Mapping[str, ExportTarget] = {target.name: target for target in (VLLM,)}
 """Every engine there is a table for, by the name ``--to`` takes."""

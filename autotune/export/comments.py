@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import yaml
 
 from autotune.engines.named import ours
-from autotune.export.target import Entry, Fit, Source, Target
+from autotune.export.target import Entry, ExportTarget, Fit, Source
 from autotune.profile import Point
 from autotune.profile.fingerprint import describe
 from autotune.version import __version__
@@ -24,7 +24,7 @@ def one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def header(target: Target, source: Source, notes: Sequence[str], command: str) -> list[str]:
+def header(target: ExportTarget, source: Source, notes: Sequence[str], command: str) -> list[str]:
     """Where the settings come from, as lines without comment signs. The same profile gives the same lines."""
     p, load = source.profile, source.profile.workload
     point = p.settings[source.purpose].point  # type: ignore[index]  # the purpose was looked up there
@@ -57,7 +57,7 @@ def header(target: Target, source: Source, notes: Sequence[str], command: str) -
     return [*lines, "", f"Start it with:  {one_line(command)}"]
 
 
-def origin(target: Target, source: Source) -> str:
+def origin(target: ExportTarget, source: Source) -> str:
     """On whose engine the figures were measured, and what follows from that."""
     engine = source.profile.engine
     if source.measured_there:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from autotune.export.comments import MARK, header, note_of, one_line
-from autotune.export.target import Entry, Fit, Ours, Row, Source, Target, Value, number
+from autotune.export.target import Entry, ExportTarget, Fit, Ours, Row, Source, Value, number
 from autotune.profile import RECOMMENDED, ModelFacts, Profile
 from autotune.writing import write_whole
 from runtime.errors import InputError
@@ -29,7 +29,7 @@ PUBLISHED: Mapping[str, str | None] = {
 class Export:
     """An exported setting. ``warnings`` are about the whole; what a row loses stands in its entry."""
 
-    target: Target
+    target: ExportTarget
     source: Source
     entries: tuple[Entry, ...]
     warnings: tuple[str, ...]
@@ -109,7 +109,7 @@ class Export:
 
 def export(
     profile: Profile,
-    target: Target,
+    target: ExportTarget,
     *,
     profile_name: str = "",
     purpose: str = RECOMMENDED,
@@ -188,7 +188,7 @@ def _row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _refuse_losses(target: Target, entries: tuple[Entry, ...], allow_lossy: bool) -> None:
+def _refuse_losses(target: ExportTarget, entries: tuple[Entry, ...], allow_lossy: bool) -> None:
     lost = [f"{e.name}={number(e.value)}" for e in entries if e.lossy and e.fit is Fit.UNSUPPORTED]
     if lost and not allow_lossy:
         have, drops = ("has", "it") if len(lost) == 1 else ("have", "them")

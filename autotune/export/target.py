@@ -141,7 +141,7 @@ Constraint = Callable[[Written], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ExportTarget:
     """An engine to export to.
 
     ``version``: the one the table was held against. ``filename``: what the file is called unless the user says;

@@ -12,7 +12,7 @@ import shlex
 from typing import NamedTuple
 
 from autotune.export.comments import yaml_file
-from autotune.export.target import Fit, Row, Source, Target, Written
+from autotune.export.target import ExportTarget, Fit, Row, Source, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -174,7 +174,7 @@ def _known_dtype(written: Written) -> str:
     return "" if dtype in DTYPE_BYTES else f"dtype is {dtype}; it must be one of {', '.join(DTYPE_BYTES)}"
 
 
-VLLM = Target(
+VLLM = ExportTarget(
     name="vllm",
     title="vLLM",
     version="0.32",

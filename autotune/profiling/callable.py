@@ -33,7 +33,7 @@ from autotune.profiling.stages.candidates import Candidate, around, candidate, s
 from autotune.profiling.stages.validation import Validation
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.subject import Subject
-from autotune.profiling.target import Calibrated, Load, Measured, Proposals
+from autotune.profiling.target import Calibrated, Measurement, OfferedLoad, Proposals
 from autotune.profiling.timing import CALIBRATE_S, Meter, Schedule
 from autotune.simulate.batcher import SimulatedBatcher
 from autotune.version import __version__
@@ -138,7 +138,7 @@ class CallableTarget:
         stop: Callable[[], bool],
         advance: Callable[[float, str], None],
     ) -> Calibrated[CallableSetup, CallCost]:
-        """As in :class:`~autotune.profiling.target.Target`; the calls of each size are one measurement."""
+        """As in :class:`~autotune.profiling.target.ProfilingTarget`; the calls of each size are one measurement."""
         slo = question.slo
         with meter.hardware():
             cost = measure_calls(
@@ -183,22 +183,22 @@ class CallableTarget:
             cost.at_speed(setup.speed), self.subject.costs, setup.slo, setup.warmup_s, self.subject.grouping
         )
 
-    def warm_up(self, setup: CallableSetup, rate: float, seed: int) -> Load:
+    def warm_up(self, setup: CallableSetup, rate: float, seed: int) -> OfferedLoad:
         """Half a second, for whatever is slow once."""
-        return Load(rate, seed + _UNSEEN, _SHORTEST_S, 0.0)
+        return OfferedLoad(rate, seed + _UNSEEN, _SHORTEST_S, 0.0)
 
     def measure(
         self,
         setting: BatcherSetting,
-        load: Load,
+        load: OfferedLoad,
         setup: CallableSetup,
         *,
         prompt_seed: int,
         label: str,
         stop: Callable[[], bool],
-    ) -> Measured:
-        """As in :class:`~autotune.profiling.target.Target`, by a batcher of its own. The inputs follow from the seed of ``load``,
-        so ``prompt_seed`` says nothing."""
+    ) -> Measurement:
+        """As in :class:`~autotune.profiling.target.ProfilingTarget`, by a batcher of its own. The inputs follow from the seed of
+        ``load``, so ``prompt_seed`` says nothing."""
         del prompt_seed
         options = {
             "slo": setup.slo,
@@ -213,7 +213,7 @@ class CallableTarget:
             found = offered_to(engine, len(self.subject.inputs), load, setup.slo, label=label, stop=stop)
         finally:
             engine.close(drain=False)
-        return Measured(found)
+        return Measurement(found)
 
 
 def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, schedule: Schedule) -> CallableSetup:
@@ -262,15 +262,15 @@ class CallSimulator:
         if stop is not None and stop():
             raise Interrupted("stopped while simulating")
         warmup, window = self.window(rate)
-        return self.served(setting, Load(rate, seed, window, warmup))
+        return self.served(setting, OfferedLoad(rate, seed, window, warmup))
 
     def paired(self, run: Run) -> Run:
         """The simulation of the very items that ``run`` measured."""
         score, setting = run.score, run.batcher_setting
-        found = self.served(setting, Load(score.rate, score.seed, score.window_s, self.warmup_s))
+        found = self.served(setting, OfferedLoad(score.rate, score.seed, score.window_s, self.warmup_s))
         return Run.of(setting, "simulation", PAIRED, found)
 
-    def served(self, setting: BatcherSetting, load: Load) -> Score:
+    def served(self, setting: BatcherSetting, load: OfferedLoad) -> Score:
         """What comes of ``load`` under ``setting``."""
         cost, scatter = self.cost, random.Random(load.seed)
 
@@ -290,7 +290,7 @@ class CallSimulator:
         return offered_to(engine, len(self.costs), load, self.slo)
 
 
-def offered_to(engine: Engine, inputs: int, load: Load, slo: SLO, **options: Any) -> Score:
+def offered_to(engine: Engine, inputs: int, load: OfferedLoad, slo: SLO, **options: Any) -> Score:
     """What comes of ``load`` of so many ``inputs``, live or in virtual time. ``options`` are those of
     :func:`~autotune.measure.evaluate.evaluate`."""
     return evaluate(

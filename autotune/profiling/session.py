@@ -4,7 +4,7 @@ The hardware is asked once what its steps or calls cost. Hundreds of settings ar
 are measured. Everything measured goes into the study the moment it exists, under a key that says what it was. A second run of
 the same command finds it there and goes on with what is missing.
 
-Any :class:`autotune.profiling.target.Target` will do. :class:`Session` profiles an LLM engine, live or in virtual time;
+Any :class:`autotune.profiling.target.ProfilingTarget` will do. :class:`Session` profiles an LLM engine, live or in virtual time;
 :class:`autotune.profiling.callable.CallableSession` a callable.
 """
 
@@ -28,7 +28,7 @@ from autotune.profiling.stages.engine_validation import simulate_paired, validat
 from autotune.profiling.stages.rate import FOUND, find_rate, raise_rate
 from autotune.profiling.stages.simulating import simulate
 from autotune.profiling.study import SweepStudy
-from autotune.profiling.target import EngineTarget, Target
+from autotune.profiling.target import EngineTarget, ProfilingTarget
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock, MonotonicClock
 
@@ -44,7 +44,7 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
 
     def __init__(
         self,
-        target: Target[SettingT, SetupT, CostT, SpaceT],
+        target: ProfilingTarget[SettingT, SetupT, CostT, SpaceT],
         question: Question[SpaceT],
         study: SweepStudy,
         reporter: Reporter,

@@ -38,7 +38,7 @@ _LEAST = 4  # trials beside the starting points
 _UNSEEN = 1 << 16  # to the seed of a load nobody measures
 
 
-class Load(NamedTuple):
+class OfferedLoad(NamedTuple):
     """What a measurement serves: ``rate`` requests/s drawn by ``seed``, counted for ``window_s`` behind ``warmup_s``."""
 
     rate: float
@@ -47,7 +47,7 @@ class Load(NamedTuple):
     warmup_s: float
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """What a measurement found; ``steps``: one point for each kind, empty where there are no step records."""
 
     score: Score
@@ -101,7 +101,7 @@ class Simulates(Protocol[SettingT_contra]):
         ...
 
 
-class Target(Protocol[SettingT, SetupT, CostT, SpaceT]):
+class ProfilingTarget(Protocol[SettingT, SetupT, CostT, SpaceT]):
     """What the stages work with. ``unit``: of a rate, in words; ``baseline``: the label of the setting others are compared with.
 
     ``virtual``: it lives in virtual time, so nothing warms up and nobody disturbs it.
@@ -141,13 +141,20 @@ class Target(Protocol[SettingT, SetupT, CostT, SpaceT]):
         """It under ``setup``'s load in virtual time, by ``cost`` and at the speed that ``setup`` says."""
         ...
 
-    def warm_up(self, setup: SetupT, rate: float, seed: int) -> Load:
+    def warm_up(self, setup: SetupT, rate: float, seed: int) -> OfferedLoad:
         """What it serves before it is first measured at ``rate``, under a seed that no measurement has."""
         ...
 
     def measure(
-        self, setting: SettingT, load: Load, setup: SetupT, *, prompt_seed: int, label: str, stop: Callable[[], bool]
-    ) -> Measured:
+        self,
+        setting: SettingT,
+        load: OfferedLoad,
+        setup: SetupT,
+        *,
+        prompt_seed: int,
+        label: str,
+        stop: Callable[[], bool],
+    ) -> Measurement:
         """Serve ``load`` under ``setting``. Raises :class:`~autotune.measure.evaluate.EvaluationError` or ``Interrupted``."""
         ...
 
@@ -258,16 +265,16 @@ class EngineTarget:
     def simulator(self, cost: CostModel, setup: Setup) -> Simulator:
         return Simulator.of(cost, self._engine, self._workload, setup)
 
-    def warm_up(self, setup: Setup, rate: float, seed: int) -> Load:
+    def warm_up(self, setup: Setup, rate: float, seed: int) -> OfferedLoad:
         """A load like that of the measurement: it gets faster while its libraries meet the shapes of their products, and the
         calibration's steps have few of them."""
         load = setup.model_copy(update={"rate": rate}).apply(self._workload)
         (seed,) = balanced_seeds(load, seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
-        return Load(rate, seed, setup.window_s, setup.warmup_s)
+        return OfferedLoad(rate, seed, setup.window_s, setup.warmup_s)
 
     def measure(
-        self, setting: Knobs, load: Load, setup: Setup, *, prompt_seed: int, label: str, stop: Callable[[], bool]
-    ) -> Measured:
+        self, setting: Knobs, load: OfferedLoad, setup: Setup, *, prompt_seed: int, label: str, stop: Callable[[], bool]
+    ) -> Measurement:
         """As in :class:`Target`. ``prompt_seed``: tokens of its own each time, so that no prefix of an earlier load is found."""
         log = Recorder()
         unsubscribe = self._engine.subscribe(log)
@@ -288,4 +295,4 @@ class EngineTarget:
             )
         finally:
             unsubscribe()
-        return Measured(score, served_points(log.steps))
+        return Measurement(score, served_points(log.steps))

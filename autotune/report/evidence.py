@@ -28,7 +28,7 @@ class Failure(NamedTuple):
     cause: str
 
 
-class Trial(NamedTuple):
+class MeasuredTrial(NamedTuple):
     """One setting tried once. ``number``: of the trial, -1 where it is not known; latencies in ms, None: nothing finished."""
 
     stage: Stage
@@ -45,14 +45,14 @@ class Trial(NamedTuple):
     e2e_mean_ms: float | None
 
 
-class Target(NamedTuple):
+class LatencyBound(NamedTuple):
     """A latency the SLO bounds: its name in the glossary, the field of a trial or point that holds its p99, the bound in ms."""
 
     name: str
     field: str
     bound: float
 
-    def of(self, found: Trial | Point) -> float | None:
+    def of(self, found: MeasuredTrial | Point) -> float | None:
         value: float | None = getattr(found, self.field)
         return value
 
@@ -80,7 +80,7 @@ class Evidence:
         chosen = self.recommended.point
         return [p for p in self.profile.points if p.stage == chosen.stage and math.isclose(p.rate, chosen.rate)]
 
-    def trials(self, stage: Stage) -> list[Trial]:
+    def trials(self, stage: Stage) -> list[MeasuredTrial]:
         """What the sampler proposed in ``stage``, in order, at the one rate most of it was tried at.
 
         That may be another rate than settings were compared at in the end. Without a sidecar: the profile's own points, of
@@ -96,7 +96,7 @@ class Evidence:
         return [_of_point(p) for p in self.profile.points if p.stage == stage and math.isclose(p.rate, rate)]
 
     @property
-    def candidates(self) -> list[Trial]:
+    def candidates(self) -> list[MeasuredTrial]:
         """Simulated settings that nothing beats, at the rate settings were compared at."""
         rate = self.recommended.point.rate
         return [_of_point(p) for p in self.profile.simulated if p.label != PAIRED and math.isclose(p.rate, rate)]
@@ -119,14 +119,14 @@ class Evidence:
         return found
 
 
-def targets(slo: SLO) -> list[Target]:
+def targets(slo: SLO) -> list[LatencyBound]:
     """What the SLO bounds, in the order of a request's life. A bound on gaps is held against TPOT, which profiles keep."""
     found = [("TTFT", "ttft_p99_ms", slo.ttft_ms), ("TPOT", "tpot_p99_ms", slo.tpot_ms or slo.itl_ms)]
     found.append(("E2E", "e2e_p99_ms", slo.e2e_ms))
-    return [Target(name, field, bound) for name, field, bound in found if bound is not None]
+    return [LatencyBound(name, field, bound) for name, field, bound in found if bound is not None]
 
 
-def worst_ratio(found: Trial | Point, bounds: Sequence[Target]) -> float | None:
+def worst_ratio(found: MeasuredTrial | Point, bounds: Sequence[LatencyBound]) -> float | None:
     """The p99 that is worst against its target, in units of the target; None where nothing finished."""
     values = [(value, target.bound) for target in bounds if (value := target.of(found)) is not None]
     if not values or len(values) < len(bounds):
@@ -184,10 +184,10 @@ def _read(lines: Iterable[bytes]) -> tuple[list[Run], list[StepPoint], list[Fail
     return runs, steps, failures, unread
 
 
-def trial_of(run: Run) -> Trial:
+def trial_of(run: Run) -> MeasuredTrial:
     """One run as a trial."""
     s = run.score
-    return Trial(
+    return MeasuredTrial(
         stage=run.stage,
         number=run.trial,
         label=run.label,
@@ -203,8 +203,8 @@ def trial_of(run: Run) -> Trial:
     )
 
 
-def _of_point(p: Point) -> Trial:
-    return Trial(
+def _of_point(p: Point) -> MeasuredTrial:
+    return MeasuredTrial(
         stage=p.stage,
         number=-1,
         label=p.label,

@@ -9,7 +9,7 @@ from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profile.fingerprint import describe
 from autotune.profiling.objective import GOODPUT, Objective
-from autotune.report.evidence import Evidence, Target, targets, trial_of
+from autotune.report.evidence import Evidence, LatencyBound, targets, trial_of
 from autotune.report.profile_table import cheapest, warnings
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
@@ -157,7 +157,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
     return tuple(found)
 
 
-def _against(evidence: Evidence, target: Target) -> tuple[str, str]:
+def _against(evidence: Evidence, target: LatencyBound) -> tuple[str, str]:
     """Whether the p99 meets its target, and how many of the runs say otherwise than their median."""
     point = evidence.recommended.point
     value = target.of(point)

@@ -19,7 +19,7 @@ from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.ordering import Ordering
 from runtime.records import FinishReason
-from runtime.shared.ceilings import Load, MemoryCeilings
+from runtime.shared.ceilings import MemoryCeilings, StepLoad
 from runtime.shared.expiries import Expiries
 from runtime.shared.settings import Settings
 from runtime.slo import SLO, find_slo, first_target
@@ -266,10 +266,10 @@ class BatchCore:
         """``call`` is over: the parts of its items that ran out of memory, and those that returned."""
         memory, padded = self.memory, self.state.queue.padded
 
-        def load(part: range) -> Load:
-            return Load(len(part), cost_of(call.items[part.start : part.stop], padded))
+        def load(part: range) -> StepLoad:
+            return StepLoad(len(part), cost_of(call.items[part.start : part.stop], padded))
 
-        whole = Load(len(call.items), call.cost)
+        whole = StepLoad(len(call.items), call.cost)
         if failed:
             alone = [part.start for part in failed if len(part) == 1]  # these items never fit, whoever is beside them
             blamed = [part for part in failed if not any(at in part for at in alone)] if fitted else failed

@@ -16,7 +16,7 @@ _HOPELESS = 3.0  # times the latency: a first run as long, warm-up included, nee
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SizeTrial:
     """A batch of ``size`` took ``seconds`` (median; of one run if not ``timed``); infinite if it ran out of memory."""
 
     size: int
@@ -38,7 +38,7 @@ class MaxBatch:
     fits: int
     best: int | None
     out_of_memory: bool
-    trials: tuple[Trial, ...]
+    trials: tuple[SizeTrial, ...]
 
 
 def find_max_batch(
@@ -66,9 +66,9 @@ def find_max_batch(
     budget = inf if latency_ms is None else latency_ms / 1e3
     loop = LoopThread("find_max_batch")
     function = Function(fn, loop=loop)
-    trials: dict[int, Trial] = {}
+    trials: dict[int, SizeTrial] = {}
 
-    def run(size: int, *, timed: bool = True) -> Trial:
+    def run(size: int, *, timed: bool = True) -> SizeTrial:
         known = trials.get(size)
         hopeless = known is not None and (not known.fits or known.timed or known.seconds > _HOPELESS * budget)
         if known is None or (timed and not hopeless):
@@ -123,7 +123,7 @@ def _halving(good: Callable[[int], bool], low: int, high: int, within: float) ->
 
 def _trial(
     function: Function, example: Any, size: int, repeats: int, clock: Callable[[], float], budget: float
-) -> Trial:
+) -> SizeTrial:
     """Run ``size`` once, and ``repeats`` times more to be timed unless the first was far beyond ``budget``."""
     times = []
     try:
@@ -140,5 +140,5 @@ def _trial(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Trial(size, inf, fits=False)
-    return Trial(size, median(times) if times else first, fits=True, timed=bool(times))
+        return SizeTrial(size, inf, fits=False)
+    return SizeTrial(size, median(times) if times else first, fits=True, timed=bool(times))

@@ -23,7 +23,7 @@ from runtime.llm.slack import SlackTracker
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
-from runtime.shared.ceilings import Load, MemoryCeilings
+from runtime.shared.ceilings import MemoryCeilings, StepLoad
 from runtime.shared.expiries import Expiries
 from runtime.shared.settings import Settings
 from runtime.tunable import SchedulerView, StepPolicy
@@ -395,7 +395,7 @@ class EngineCore:
         last set. What runs above a lowered ceiling is preempted at once."""
         chunks = [chunk.count for chunk in plan.chunks]
         drafted = sum([draft.count for draft in plan.drafts])
-        load = Load(
+        load = StepLoad(
             plan.n_decode + len(plan.drafts) + len(chunks),
             plan.n_decode + drafted + sum(chunks),
             max(chunks, default=0),

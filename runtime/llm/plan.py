@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from runtime.records import FinishReason, LimitedBy
 from runtime.request import Sequence
-from runtime.shared.ceilings import Load
+from runtime.shared.ceilings import StepLoad
 
 
 class Chunk(NamedTuple):
@@ -111,8 +111,8 @@ class StepResult(NamedTuple):
     tokens: Seq[Token] = ()
     stopped: Seq[tuple[Sequence, FinishReason]] = ()
     failed: Seq[tuple[Sequence, BaseException]] = ()
-    oom: Seq[Load] = ()
-    fitted: Seq[Load] = ()
+    oom: Seq[StepLoad] = ()
+    fitted: Seq[StepLoad] = ()
     accepted: Seq[tuple[Sequence, int]] = ()
     computed_at: float | None = None
 

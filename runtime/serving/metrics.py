@@ -32,7 +32,7 @@ REJECTIONS: Final = ("queue_full", SLO_REASON, QUEUE_TIMEOUT_REASON, "closed", "
 """Why a request may have been rejected: causes of records, ``invalid`` for what could never run."""
 
 
-class Measured(Tunable, Protocol):
+class ObservedEngine(Tunable, Protocol):
     """An engine that these metrics can be of."""
 
     @property
@@ -45,7 +45,7 @@ class ServingMetrics(Collector):
 
     def __init__(
         self,
-        engine: Measured,
+        engine: ObservedEngine,
         *,
         served_name: str | None = None,
         window_s: float = WINDOW_S,

@@ -25,7 +25,7 @@ _PATIENCE, _MOST_PATIENCE = 64, 65536  # steps before a rise
 _DOUBLE, _QUARTER = 2.0, 1.25
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """What a step or a part of it held: sequences (or items), tokens (or cost units), and the longest prompt chunk."""
 
     sequences: int
@@ -50,7 +50,7 @@ class MemoryCeilings:
         self._rise = _DOUBLE
         self._before: KnobLimits | None = None  # the last rise, if it is on trial
 
-    def ran_out(self, load: Load, failed: Sequence[Load], fitted: Sequence[Load] = ()) -> bool:
+    def ran_out(self, load: StepLoad, failed: Sequence[StepLoad], fitted: Sequence[StepLoad] = ()) -> bool:
         """Of the parts of a step with ``load`` these ``failed`` and those ``fitted``. Whether the ceilings changed."""
         self._fitted = 0
         if not any(part.sequences > 1 or part.chunk > 1 for part in failed):
@@ -67,7 +67,7 @@ class MemoryCeilings:
                 new[knob] = min(getattr(old, knob), max(new[knob], most))
         return self._put(new, "%d sequences and %d tokens ran out of memory", load)
 
-    def fitted(self, load: Load) -> bool:
+    def fitted(self, load: StepLoad) -> bool:
         """A step with ``load`` fitted. Whether the ceilings changed."""
         old, start = _as_dict(self.effective), _as_dict(self._limits)
         lowered = [(held, old[knob]) for held, knob in zip(load, _KNOBS, strict=True) if old[knob] < start[knob]]
@@ -81,7 +81,7 @@ class MemoryCeilings:
         risen = {knob: min(start[knob], max(most + 1, int(most * self._rise))) for knob, most in old.items()}
         return self._put(risen, "%d sequences and %d tokens fitted many times", load)
 
-    def _put(self, ceilings: dict[str, int], why: str, load: Load) -> bool:
+    def _put(self, ceilings: dict[str, int], why: str, load: StepLoad) -> bool:
         new = replace(self.effective, **ceilings)
         if new == self.effective:
             return False

@@ -20,7 +20,7 @@ from runtime.clock import Clock, MonotonicClock
 from runtime.llm.drafts import verified
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
-from runtime.shared.ceilings import Load
+from runtime.shared.ceilings import StepLoad
 from runtime.torch_backend.attention import FixedAttention, PackedModel, StepInputs
 from runtime.torch_backend.backends import Backend, backend_for
 from runtime.torch_backend.contract import Loaded
@@ -61,7 +61,7 @@ class _Outcome:
     oom: list[list[Work]] = field(default_factory=list)  # parts that ran out of memory, and those that ran
     fitted: list[list[Work]] = field(default_factory=list)
 
-    def loads(self) -> tuple[list[Load], list[Load]]:
+    def loads(self) -> tuple[list[StepLoad], list[StepLoad]]:
         """What ran out of memory and what fitted; a sequence that does not fit even alone says nothing of the others."""
         alone = {sequence for sequence, error in self.failed if is_out_of_memory(error)}
         blamed = self.oom
@@ -136,10 +136,10 @@ def _owner(work: Work) -> Sequence:
     return work.sequence if isinstance(work, Chunk) else work
 
 
-def _load(part: list[Work]) -> Load:
+def _load(part: list[Work]) -> StepLoad:
     chunks = [work for work in part if isinstance(work, Chunk)]
     tokens = len(part) - len(chunks) + sum(chunk.count for chunk in chunks)
-    return Load(len(part), tokens, max((chunk.count for chunk in chunks if not chunk.drafted), default=0))
+    return StepLoad(len(part), tokens, max((chunk.count for chunk in chunks if not chunk.drafted), default=0))
 
 
 class TorchExecutor:

@@ -16,7 +16,7 @@ from autotune.control.controllers.protocol import Controller, Proposal, SLOAware
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import RequestRecord, StepRecord
-from runtime.shared.ceilings import Load
+from runtime.shared.ceilings import StepLoad
 from runtime.slo import SLO
 from tests.contract.contract_of_controllers import ALL, LOAD, NAMES, SLOS, explained, make
 from tests.engines import bench
@@ -88,7 +88,7 @@ def test_bounds_and_pins_and_ceilings_that_shrink(name: str, monkeypatch: pytest
 
         def ran_out(plan: StepPlan, now: float, until: float) -> StepResult:
             monkeypatch.undo()
-            return execute(plan, now, until)._replace(oom=[Load(8, 400, 400)])
+            return execute(plan, now, until)._replace(oom=[StepLoad(8, 400, 400)])
 
         class InForce:
             def on_step(self, record: StepRecord) -> None:

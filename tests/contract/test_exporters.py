@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.export import TARGETS, Export, Fit, Row, Target, export
+from autotune.export import TARGETS, Export, ExportTarget, Fit, Row, export
 from autotune.export.exporting import PUBLISHED
 from autotune.export.target import FACT_ROWS, KNOB_ROWS, Ours, ours_of
 from autotune.profile import PURPOSES, Profile
@@ -49,7 +49,7 @@ any_profile = st.builds(
 
 
 @any_target
-def test_it_handles_every_knob_and_every_fact(target: Target) -> None:
+def test_it_handles_every_knob_and_every_fact(target: ExportTarget) -> None:
     assert [*target.knobs] == [f.name for f in fields(Knobs)] == [*KNOB_ROWS]
     assert [*target.facts] == [*FACT_ROWS]
     assert len(target.rows()) == len(KNOB_ROWS) + len(FACT_ROWS)
@@ -57,7 +57,7 @@ def test_it_handles_every_knob_and_every_fact(target: Target) -> None:
 
 @any_target
 @pytest.mark.parametrize("name", [*KNOB_ROWS, *FACT_ROWS])
-def test_a_table_without_one_exports_nothing(target: Target, name: str) -> None:
+def test_a_table_without_one_exports_nothing(target: ExportTarget, name: str) -> None:
     fewer = replace(
         target,
         knobs={key: row for key, row in target.knobs.items() if key != name},
@@ -68,7 +68,7 @@ def test_a_table_without_one_exports_nothing(target: Target, name: str) -> None:
 
 
 @any_target
-def test_a_further_knob_is_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_knob_is_noticed(target: ExportTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are made from the fields of ``Knobs``; with one more of them, no table is complete."""
     metadata = {"unit": "sequences", "low": 1, "high": 9, "log": True, "integer": True, "doc": "a further one"}
     more = make_dataclass("More", [("further", int, field(default=2, metadata=metadata))], bases=(Knobs,), frozen=True)
@@ -80,14 +80,14 @@ def test_a_further_knob_is_noticed(target: Target, monkeypatch: pytest.MonkeyPat
 
 
 @any_target
-def test_no_two_rows_write_the_same_key(target: Target) -> None:
+def test_no_two_rows_write_the_same_key(target: ExportTarget) -> None:
     keys = [key for _, row in target.rows() for key in row.keys]
     assert len(keys) == len({*keys})
 
 
 @any_target
 @given(profile=any_profile)
-def test_what_is_lost_is_said_and_what_is_written_is_the_tables(target: Target, profile: Profile) -> None:
+def test_what_is_lost_is_said_and_what_is_written_is_the_tables(target: ExportTarget, profile: Profile) -> None:
     made = attempt(profile, target)
     if made is None:
         return
@@ -102,7 +102,7 @@ def test_what_is_lost_is_said_and_what_is_written_is_the_tables(target: Target, 
             assert any(line.startswith(entry.name) and entry.note in line for line in reports), "the user is told"
 
 
-def attempt(profile: Profile, target: Target) -> Export | None:
+def attempt(profile: Profile, target: ExportTarget) -> Export | None:
     """The export; None when the target itself would refuse it, which must be one line."""
     try:
         return export(profile, target, allow_lossy=True)
@@ -119,7 +119,7 @@ def text_lines(text: str) -> list[str]:
 @any_target
 @given(profile=any_profile)
 def test_a_knob_without_counterpart_is_an_error_unless_its_value_loses_nothing(
-    target: Target, profile: Profile
+    target: ExportTarget, profile: Profile
 ) -> None:
     made = attempt(profile, target)
     if made is None:
@@ -135,7 +135,7 @@ def test_a_knob_without_counterpart_is_an_error_unless_its_value_loses_nothing(
 
 @any_target
 @given(one=any_knobs, other=any_knobs)
-def test_an_exact_row_loses_nothing(target: Target, one: Knobs, other: Knobs) -> None:
+def test_an_exact_row_loses_nothing(target: ExportTarget, one: Knobs, other: Knobs) -> None:
     """Two settings that differ in one knob, and act differently, are written differently where the row is exact."""
     for name, row in target.knobs.items():
         changed = one.with_(**{name: getattr(other, name)})
@@ -153,7 +153,7 @@ def effective(knobs: Knobs) -> Knobs:
 
 @any_target
 @given(profile=any_profile)
-def test_the_file_reads_back_as_what_was_meant(target: Target, profile: Profile) -> None:
+def test_the_file_reads_back_as_what_was_meant(target: ExportTarget, profile: Profile) -> None:
     made = attempt(profile, target)
     if made is None or ".yaml" not in target.suffixes:
         return
@@ -164,7 +164,7 @@ def test_the_file_reads_back_as_what_was_meant(target: Target, profile: Profile)
 
 @any_target
 @pytest.mark.parametrize("purpose", PURPOSES)
-def test_the_file_says_where_its_figures_come_from(target: Target, purpose: str) -> None:
+def test_the_file_says_where_its_figures_come_from(target: ExportTarget, purpose: str) -> None:
     profile = sample_profile()
     made = export(profile, target, purpose=purpose, profile_name="mine.yaml", allow_lossy=True)
     head = " ".join(line.removeprefix("#") for line in made.text(PATH).split("\n\n")[0].split("\n"))
@@ -179,7 +179,7 @@ def test_the_file_says_where_its_figures_come_from(target: Target, purpose: str)
 
 
 @any_target
-def test_a_profile_cannot_smuggle_settings_in(target: Target) -> None:
+def test_a_profile_cannot_smuggle_settings_in(target: ExportTarget) -> None:
     """Profiles are passed around; their texts stay comments."""
     evil = "x\nhost: 0.0.0.0\r\ntrust-remote-code: true\u2028port: 1\x85y: 2\x1b[2J"
     plain = sample_profile()
@@ -200,14 +200,14 @@ def test_a_profile_cannot_smuggle_settings_in(target: Target) -> None:
 
 @any_target
 @given(profile=any_profile)
-def test_nothing_is_written_that_the_target_would_refuse(target: Target, profile: Profile) -> None:
+def test_nothing_is_written_that_the_target_would_refuse(target: ExportTarget, profile: Profile) -> None:
     made = attempt(profile, target)
     if made is not None:
         assert not any(constraint(made.written) for constraint in target.constraints)
 
 
 @any_target
-def test_measured_on_a_cpu_or_with_another_model_is_said(target: Target) -> None:
+def test_measured_on_a_cpu_or_with_another_model_is_said(target: ExportTarget) -> None:
     made = export(sample_profile(gpu=False), target, model="./other")
     for said in ("measured on a CPU", "measured with model llama-3.1-8b, exported for ./other"):
         assert any(said in line for line in made.reports)

@@ -17,7 +17,7 @@ from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.subject import Subject
-from autotune.profiling.target import Load
+from autotune.profiling.target import OfferedLoad
 from runtime import SLO
 
 
@@ -62,7 +62,7 @@ def question(slo: SLO | None, rate: float | None, budget_s: float, *, most: int 
     return Question(workload=ITEMS, slo=slo, rate=rate, seed=0, trials=None, budget_s=budget_s, space=space)
 
 
-def simulated(setting: Any, cost: CallCost, costs: Sequence[int], load: Load, slo: SLO) -> Run:
+def simulated(setting: Any, cost: CallCost, costs: Sequence[int], load: OfferedLoad, slo: SLO) -> Run:
     """A run in virtual time."""
     return Run.of(setting, "simulation", str(setting), CallSimulator(cost, costs, slo).served(setting, load))
 

@@ -21,7 +21,7 @@ from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.scheduler import Scheduler
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
-from runtime.shared.ceilings import Load
+from runtime.shared.ceilings import StepLoad
 from tests.unit.scheduler_world import BLOCK, chain, extend_hashes
 
 EOS = 0
@@ -234,8 +234,8 @@ class FaultyExecutor(LateExecutor):
             rows = plan.n_decode + len(plan.drafts) + len(plan.chunks)
             tokens = plan.n_decode + sum(chunk.count for chunk in (*plan.drafts, *plan.chunks))
             chunk = max((chunk.count for chunk in plan.chunks), default=0)
-            half = Load(-(-rows // 2), -(-tokens // 2), -(-chunk // 2))
-            return result._replace(oom=[Load(rows, tokens, chunk)], fitted=[half, half])
+            half = StepLoad(-(-rows // 2), -(-tokens // 2), -(-chunk // 2))
+            return result._replace(oom=[StepLoad(rows, tokens, chunk)], fitted=[half, half])
         return result
 
     def _strike(self, sequences: Seq[Sequence], message: str) -> NoReturn:

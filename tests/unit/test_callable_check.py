@@ -17,7 +17,7 @@ from autotune.profile.fingerprint import machine, software
 from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES
 from autotune.profiling.check import Check, check_calls, predicted_s, sizes_of
-from autotune.profiling.target import Load
+from autotune.profiling.target import OfferedLoad
 from runtime import SLO
 from tests.unit.callable_world import Ticking, calibrated, findings, question, simulated, subject
 
@@ -30,7 +30,7 @@ def made() -> CallableProfile:
     ticking, slo = Ticking(0.020, 0.002, 0.0001), SLO(e2e_ms=400)
     of = subject(ticking, LENGTHS, by_length=True)
     cost = calibrated(ticking, of)
-    runs = [simulated(AS_IT_COMES, cost, of.costs, Load(50.0, 1, 2.0, 0.5), slo)]
+    runs = [simulated(AS_IT_COMES, cost, of.costs, OfferedLoad(50.0, 1, 2.0, 0.5), slo)]
     found = findings(cost, slo, 50.0, runs, capacity=60.0, capacity_size=12)
     facts: dict[str, Any] = {"name": "embed", "command": "", "machine": machine(), "software": software()}
     return assemble(CallableProfile, found, of_callable(found, question(slo, 50.0, 60.0), of), **facts)

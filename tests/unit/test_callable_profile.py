@@ -25,7 +25,7 @@ from autotune.profile.callable import (
 from autotune.profile.fingerprint import machine, software
 from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
-from autotune.profiling.target import Load
+from autotune.profiling.target import OfferedLoad
 from autotune.report.callable_table import table
 from autotune.simulate.batcher import SimulatedBatcher
 from runtime import SLO, Batcher, InputError
@@ -38,7 +38,7 @@ def made() -> CallableProfile:
     """As a run that was stopped while it simulated writes it."""
     ticking, slo = Ticking(0.020, 0.002), SLO(e2e_ms=400)
     of = subject(ticking)
-    cost, load = calibrated(ticking, of), Load(200.0, 1, 5.0, 1.0)
+    cost, load = calibrated(ticking, of), OfferedLoad(200.0, 1, 5.0, 1.0)
     runs = [simulated(s, cost, [1], load, slo) for s in (AS_IT_COMES, ONE_AT_A_TIME)]
     found = findings(cost, slo, 200.0, runs, capacity=380.0, capacity_size=32)
     found.stopped = True

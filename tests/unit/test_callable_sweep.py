@@ -30,7 +30,7 @@ from autotune.profiling.calls import measure_calls
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, callable_point
 from autotune.profiling.reporting import Silent
-from autotune.profiling.target import Load, Measured
+from autotune.profiling.target import Measurement, OfferedLoad
 from autotune.simulate.batcher import SimulatedBatcher
 from autotune.workload import parse_workload, prompt_ids
 from runtime import SLO, Batcher, InputError
@@ -125,7 +125,7 @@ def test_settings_to_try_hold_every_knob_within_its_bounds() -> None:
 def test_simulating_tells_settings_apart() -> None:
     ticking = Ticking(0.020, 0.002)
     cost = calibrated(ticking, subject(ticking))
-    load = Load(300.0, 7, 10.0, 1.0)
+    load = OfferedLoad(300.0, 7, 10.0, 1.0)
 
     def tried(setting: BatcherSetting) -> CallablePoint:
         return callable_point([simulated(setting, cost, [1], load, SLOW_START)])
@@ -141,7 +141,7 @@ def test_simulating_tells_settings_apart() -> None:
 def test_runs_of_one_setting_make_one_point() -> None:
     ticking = Ticking(0.020, 0.002)
     cost, slo = calibrated(ticking, subject(ticking)), SLO(e2e_ms=60)
-    scores = [simulated(AS_IT_COMES, cost, [1], Load(200.0, seed, 4.0, 1.0), slo).score for seed in (7, 8)]
+    scores = [simulated(AS_IT_COMES, cost, [1], OfferedLoad(200.0, seed, 4.0, 1.0), slo).score for seed in (7, 8)]
     first, second = scores
     both = callable_point([Run.of(AS_IT_COMES, "validation", "", score) for score in scores])
     assert (both.source, both.setting, both.seeds) == ("measured", AS_IT_COMES, (7, 8))
@@ -160,7 +160,7 @@ def test_runs_of_one_setting_make_one_point() -> None:
 
 def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
     """The live batcher, and the simulated one: by the same arrivals the same inputs come."""
-    load, costs = Load(50.0, 3, 4.0, 1.0), [10, 20, 30]
+    load, costs = OfferedLoad(50.0, 3, 4.0, 1.0), [10, 20, 30]
     sent = list(parse_workload("poisson:rate=50,prompt=1,output=1").arrivals(3, duration=5.0))
     batcher, heard = SimulatedBatcher(lambda call: 0.001, costs, slo=SLO(e2e_ms=1000)), Records()
     batcher.subscribe(heard)
@@ -227,9 +227,9 @@ class Tireless(CallableTarget):
         self.cost = calibrated(ticking, self.subject)
         self.tried: list[tuple[str, BatcherSetting]] = []
 
-    def measure(self, setting: BatcherSetting, load: Load, setup: CallableSetup, **options: Any) -> Measured:
+    def measure(self, setting: BatcherSetting, load: OfferedLoad, setup: CallableSetup, **options: Any) -> Measurement:
         self.tried.append((options["label"].rpartition("-")[0], setting))
-        return Measured(CallSimulator(self.cost, self.subject.costs, setup.slo).served(setting, load))
+        return Measurement(CallSimulator(self.cost, self.subject.costs, setup.slo).served(setting, load))
 
 
 @pytest.mark.usefixtures("few_items")
@@ -278,7 +278,7 @@ def test_a_study_of_the_version_before_is_gone_on_with() -> None:
 @pytest.mark.slow
 def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_takes() -> None:
     class Lasting(Tireless):
-        def measure(self, *rest: Any, **options: Any) -> Measured:
+        def measure(self, *rest: Any, **options: Any) -> Measurement:
             self.ticking.now += 2.0
             return super().measure(*rest, **options)
 
@@ -293,7 +293,7 @@ def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_take
 
 
 def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() -> None:
-    ticking, load = Ticking(0.020, 0.002), Load(50.0, 3, 4.0, 1.0)
+    ticking, load = Ticking(0.020, 0.002), OfferedLoad(50.0, 3, 4.0, 1.0)
     run = simulated(AS_IT_COMES, calibrated(ticking, subject(ticking)), [1], load, SLOW_START)
     kept = run.model_dump(mode="json")
     assert kept["strategy"] == "adaptive" and Run.model_validate(kept).batcher_setting == AS_IT_COMES
@@ -306,7 +306,7 @@ def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() ->
 
 
 def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
-    ticking, load = Ticking(0.020, 0.002), Load(50.0, 3, 4.0, 1.0)
+    ticking, load = Ticking(0.020, 0.002), OfferedLoad(50.0, 3, 4.0, 1.0)
     cost = calibrated(ticking, subject(ticking))
     run = Run.of(ONE_AT_A_TIME, "validation", "", simulated(ONE_AT_A_TIME, cost, [1], load, SLOW_START).score)
     paired = CallSimulator(cost, [1], SLOW_START, warmup_s=1.0).paired(run)
@@ -318,10 +318,12 @@ def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile
     class Misjudged(Tireless):
         """The simulation's favourite takes three times as long as calibrated."""
 
-        def measure(self, setting: BatcherSetting, load: Load, setup: CallableSetup, **options: Any) -> Measured:
+        def measure(
+            self, setting: BatcherSetting, load: OfferedLoad, setup: CallableSetup, **options: Any
+        ) -> Measurement:
             super().measure(setting, load, setup, **options)
             cost = self.cost.at_speed(0.3) if setting == AS_IT_COMES else self.cost
-            return Measured(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
+            return Measurement(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
 
     requested = question(SLO(e2e_ms=100), 100.0, 10.0, most=4)
     target = Misjudged(Ticking(0.020, 0.002))
@@ -340,7 +342,7 @@ def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile
 @pytest.mark.usefixtures("few_items")
 def test_a_setting_that_fails_is_left_out() -> None:
     class Failing(Tireless):
-        def measure(self, setting: BatcherSetting, *rest: Any, **options: Any) -> Measured:
+        def measure(self, setting: BatcherSetting, *rest: Any, **options: Any) -> Measurement:
             found = super().measure(setting, *rest, **options)
             if setting in failing:
                 raise EvaluationError("request run-3 failed: no memory")
@@ -441,7 +443,7 @@ def test_several_workers_are_profiled_with_what_they_do_to_one_another(shared: b
     assert (1.5 < found.beside < 4) if shared else found.beside < 1.4
     one = measure_calls(of, new_study(), seed=0, budget_s=60, most=4).capacity(1, 0.1)[0]
     assert found.capacity(1, 0.1)[0] == pytest.approx(one * 2 / found.beside, rel=0.2)
-    load, setting = Load(1.4 * one, 7, 5.0, 1.0), BatcherSetting("adaptive", OPEN.with_(max_batch_size=4))
+    load, setting = OfferedLoad(1.4 * one, 7, 5.0, 1.0), BatcherSetting("adaptive", OPEN.with_(max_batch_size=4))
     many, single = (
         simulated(setting, replace(found, workers=n), [1], load, SLO(e2e_ms=100)).score.attainment for n in (2, 1)
     )

@@ -10,7 +10,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason
 from runtime.request import Sequence
-from runtime.shared.ceilings import Load
+from runtime.shared.ceilings import StepLoad
 from runtime.tunable import SchedulerView
 from tests.unit.scheduler_world import CheckingExecutor, World
 
@@ -77,7 +77,9 @@ def test_out_of_memory_lowers_the_effective_limits_and_the_knobs_in_force() -> N
         def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
             result = super().execute(plan, now, until)
             tokens = plan.n_decode + plan.prefill_tokens
-            return result._replace(oom=[Load(1, 24, 24)], fitted=[Load(1, 12, 12)] * 2) if tokens > 12 else result
+            return (
+                result._replace(oom=[StepLoad(1, 24, 24)], fitted=[StepLoad(1, 12, 12)] * 2) if tokens > 12 else result
+            )
 
     w.executor = w.core.executor = Tight()
     w.core.set_knobs(Knobs(8, 0, 40, 40))
@@ -103,10 +105,10 @@ class Short(CheckingExecutor):
         while parts:
             n, t = parts.pop()
             if n > self.most:
-                oom.append(Load(n, t))
+                oom.append(StepLoad(n, t))
                 parts += [(n // 2, t // 2), (n - n // 2, t - t // 2)]
             else:
-                fitted.append(Load(n, t))
+                fitted.append(StepLoad(n, t))
         return result._replace(oom=oom, fitted=fitted) if oom else result
 
 

@@ -20,7 +20,7 @@ from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.request import Sequence
-from runtime.shared.ceilings import Load
+from runtime.shared.ceilings import StepLoad
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from tests.building import request_record
@@ -84,7 +84,7 @@ def test_a_run_in_which_memory_ran_out_is_an_error_and_no_score(steps: int, monk
             if ran_out.is_set():
                 return result
             ran_out.set()
-            return result._replace(oom=[Load(2, 150, 75)], fitted=[Load(2, 75, 75)] * 2)
+            return result._replace(oom=[StepLoad(2, 150, 75)], fitted=[StepLoad(2, 75, 75)] * 2)
 
         monkeypatch.setattr(engine.executor, "execute", short_once)
         with pytest.raises(EvaluationError, match=r"out of memory: the engine's limits fell to .*'token_budget': 75"):

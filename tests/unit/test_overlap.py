@@ -22,7 +22,7 @@ from runtime.llm.scheduler import Scheduler
 from runtime.ordering import ORDERINGS
 from runtime.records import FinishReason
 from runtime.request import Request, SamplingParams
-from runtime.shared.ceilings import Load
+from runtime.shared.ceilings import StepLoad
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.examples import examples
@@ -260,7 +260,7 @@ def test_ceilings_that_memory_lowers_are_kept_behind_the_step_in_flight() -> Non
 
     def out_of_memory() -> StepResult:
         world.executor.collect = collect  # type: ignore[method-assign]
-        return collect()._replace(oom=[Load(4, 4, 0)], fitted=[Load(2, 2, 0), Load(2, 2, 0)])
+        return collect()._replace(oom=[StepLoad(4, 4, 0)], fitted=[StepLoad(2, 2, 0), StepLoad(2, 2, 0)])
 
     world.executor.collect = out_of_memory  # type: ignore[method-assign]
     while world.core.has_work:

@@ -15,7 +15,7 @@ from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.study import SweepStudy, measured_run
-from autotune.profiling.target import Load, Measured, Simulates, Target
+from autotune.profiling.target import Measurement, OfferedLoad, ProfilingTarget, Simulates
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock
 
@@ -43,7 +43,7 @@ class MeasurementRequest(Generic[SettingT]):
 class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
     """One session's target, question, study and what it has found so far."""
 
-    target: Target[SettingT, SetupT, CostT, SpaceT]
+    target: ProfilingTarget[SettingT, SetupT, CostT, SpaceT]
     question: Question[SpaceT]
     study: SweepStudy
     reporter: Reporter
@@ -149,7 +149,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
             self._warm_up(request, setup)
         self.warm = True
         begun, work = self.target.clock.now(), OtherWork()
-        load = Load(request.rate, request.seed, setup.window_s, setup.warmup_s)
+        load = OfferedLoad(request.rate, request.seed, setup.window_s, setup.warmup_s)
         found = self._served(request.setting, load, setup, f"{request.stage}-{self.study.count('measurements')}")
         if not self.target.virtual:
             self.found.others.append((self.target.clock.now() - begun, work.cores()))
@@ -168,7 +168,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         except EvaluationError:  # told of where it is measured
             self.reporter.progress(0.0, "", "the warm-up failed", None)
 
-    def _served(self, setting: SettingT, load: Load, setup: SetupT, label: str) -> Measured:
+    def _served(self, setting: SettingT, load: OfferedLoad, setup: SetupT, label: str) -> Measurement:
         tokens = (self.question.seed << 20) + self.study.count("loads")
         with self.meter.hardware():
             return self.target.measure(setting, load, setup, prompt_seed=tokens, label=label, stop=self.stop)

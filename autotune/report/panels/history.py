@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Stage
-from autotune.report.evidence import Evidence, Trial
+from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, layout, line, log_axis, plain
 from autotune.report.section import Section, Table, absent
 from autotune.report.wording import STAGES, defaults, listed, number, percent, reached, short_setting
@@ -46,14 +46,14 @@ def section(evidence: Evidence) -> Section:
     return Section(KEY, TOPIC, title, lead, plots, tables, notes)
 
 
-def _tried(evidence: Evidence, stage: Stage) -> list[Trial]:
+def _tried(evidence: Evidence, stage: Stage) -> list[MeasuredTrial]:
     """In the order they were tried; without a sidecar, simulated ones are only the best few, which is no history."""
     if stage == "simulation" and not any(r.stage == stage for r in evidence.runs):
         return []
     return evidence.trials(stage)
 
 
-def _plot(evidence: Evidence, stage: Stage, tried: list[Trial], titled: bool) -> Plot:
+def _plot(evidence: Evidence, stage: Stage, tried: list[MeasuredTrial], titled: bool) -> Plot:
     owners, objective = defaults(evidence), Objective.of(evidence.profile)
     measure = objective.measure
     known = [(n, t, y) for n, t in enumerate(tried) if (y := objective.figure(t)) is not None]
@@ -99,7 +99,7 @@ def _dots(which: list[int], xs: list[int], ys: list[float], hover: list[str], **
     return dots([xs[n] for n in which], [ys[n] for n in which], [hover[n] for n in which], **marker)
 
 
-def _hover(objective: Objective, trial: Trial, number_: int, owner: str) -> str:
+def _hover(objective: Objective, trial: MeasuredTrial, number_: int, owner: str) -> str:
     head = f"<b>trial {number_}</b>" + (f", {plain(owner)}" if owner else "")
     return "<br>".join(
         (

@@ -9,7 +9,7 @@ from autotune.engines.defaults import VLLM_LABEL
 from autotune.measure.score import CDF_AT, Latency
 from autotune.profile import Point
 from autotune.profiling.points import Run
-from autotune.report.evidence import Evidence, Target, targets
+from autotune.report.evidence import Evidence, LatencyBound, targets
 from autotune.report.figure import Label, Plot, Trace, View, axis, layout, line, log_axis, rule
 from autotune.report.section import Section, absent
 from autotune.report.wording import ms, number
@@ -49,7 +49,7 @@ def section(evidence: Evidence) -> Section:
     return Section(KEY, TOPIC, _title(point, baseline, list(bounds.values())), lead, plots)
 
 
-def _title(point: Point, baseline: Point | None, bounds: Sequence[Target]) -> str:
+def _title(point: Point, baseline: Point | None, bounds: Sequence[LatencyBound]) -> str:
     if not bounds:
         return TOPIC
     ratios = {t: (t.of(baseline or point) or 0.0) / t.bound for t in bounds}
@@ -65,7 +65,7 @@ def _curves(run: Run, name: str) -> tuple[float, ...]:
     return found.cdf if len(found.cdf) == len(CDF_AT) else ()
 
 
-def _plot(name: str, target: Target | None, series: Sequence[tuple[str, str, list[Run]]]) -> Plot | None:
+def _plot(name: str, target: LatencyBound | None, series: Sequence[tuple[str, str, list[Run]]]) -> Plot | None:
     data: list[Trace] = []
     labels: list[Label] = []
     values: list[float] = []

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from autotune.profile import Point
 from autotune.profiling.objective import Measure, Objective
-from autotune.report.evidence import Evidence, Target, Trial, targets, trial_of, worst_ratio
+from autotune.report.evidence import Evidence, LatencyBound, MeasuredTrial, targets, trial_of, worst_ratio
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, error_bars, layout, line, log_axis, note, plain
 from autotune.report.section import Section, absent
 from autotune.report.standing import standing
@@ -27,14 +27,14 @@ class _Scale(NamedTuple):
     name: str
     title: str
     bound: float
-    of: Callable[[Trial | Point], float | None]
+    of: Callable[[MeasuredTrial | Point], float | None]
 
 
 class _Cloud(NamedTuple):
     """Trials that are drawn alike, and the sentence that says what they are; ``front``: with a line along the best."""
 
     name: str
-    trials: list[Trial]
+    trials: list[MeasuredTrial]
     colour: str
     symbol: str
     opacity: float
@@ -89,9 +89,11 @@ def _clouds(evidence: Evidence) -> list[_Cloud]:
     return found
 
 
-def _drawn(objective: Objective, trials: list[Trial], compared: list[Point], scales: Sequence[_Scale]) -> set[Trial]:
+def _drawn(
+    objective: Objective, trials: list[MeasuredTrial], compared: list[Point], scales: Sequence[_Scale]
+) -> set[MeasuredTrial]:
     """Without the slow ones that serve next to nothing in time: they would squeeze all others into a corner."""
-    tried: list[Trial | Point] = [*trials, *compared]
+    tried: list[MeasuredTrial | Point] = [*trials, *compared]
     best = max(tried, key=objective.value)
     none = objective.value(best) <= 0
     values = {t: [scale.of(t) for scale in scales] for t in trials}
@@ -105,7 +107,7 @@ def _drawn(objective: Objective, trials: list[Trial], compared: list[Point], sca
     }
 
 
-def _scales(bounds: Sequence[Target]) -> list[_Scale]:
+def _scales(bounds: Sequence[LatencyBound]) -> list[_Scale]:
     single = [_Scale(b.name, f"{b.name} p99 (ms)", b.bound, b.of) for b in bounds]
     if len(single) < 2:
         return single
@@ -176,7 +178,7 @@ def _view(evidence: Evidence, objective: Objective, scale: _Scale, compared: lis
     return View(scale.name, data, layout(across, y, shapes=[region], annotations=[inside]), labels)
 
 
-def _at(objective: Objective, scale: _Scale, found: Trial | Point) -> tuple[float, float] | None:
+def _at(objective: Objective, scale: _Scale, found: MeasuredTrial | Point) -> tuple[float, float] | None:
     """Where it is drawn; None where a latency or the figure is not known."""
     x, y = scale.of(found), objective.figure(found)
     return None if x is None or y is None else (x, y)
@@ -229,7 +231,7 @@ def _front(measure: Measure, xs: Sequence[float], ys: Sequence[float]) -> tuple[
     return front_x, front_y
 
 
-def _hover(objective: Objective, found: Trial | Point, called: str = "") -> str:
+def _hover(objective: Objective, found: MeasuredTrial | Point, called: str = "") -> str:
     said = reached(objective, found)
     if isinstance(found, Point):
         head = f"<b>{plain(called)}</b>, {STAGES[found.stage]}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from autotune.cost.price import money
 from autotune.profile import Point, Profile
 from autotune.profiling.objective import Objective
-from autotune.report.evidence import Evidence, Trial
+from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.section import Section, Table
 from autotune.report.wording import STAGES, listed, mean_cell, mean_title, names, number, percent, plus_minus
 from autotune.workload.options import fraction
@@ -127,7 +127,7 @@ def _row(profile: Profile, p: Point, called: dict[Knobs, str]) -> tuple[str, ...
     )
 
 
-def _trial_row(profile: Profile, t: Trial, called: dict[Knobs, str]) -> tuple[str, ...]:
+def _trial_row(profile: Profile, t: MeasuredTrial, called: dict[Knobs, str]) -> tuple[str, ...]:
     return (
         called.get(t.knobs, f"trial {t.number}" if t.number >= 0 else t.label),
         STAGES[t.stage],

@@ -9,7 +9,7 @@ from autotune.measure.score import Score
 from autotune.profile import Profile
 from autotune.profile.serving import serving_speed
 from autotune.profiling.objective import Measure, Objective
-from autotune.report.evidence import Evidence, Trial
+from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
 from autotune.report.section import Section, absent
 from autotune.report.wording import ms, percent, reached, short_setting
@@ -202,7 +202,7 @@ def _hover(objective: Objective, spec: KnobSpec, value: float, score: Score) -> 
     )
 
 
-def _from_trials(evidence: Evidence, trials: list[Trial], nothing: str) -> Section:
+def _from_trials(evidence: Evidence, trials: list[MeasuredTrial], nothing: str) -> Section:
     here, objective = evidence.recommended.knobs, Objective.of(evidence.profile)
     measure, enough = objective.measure, len(trials) >= _ENVELOPE
     known = [(t, y) for t in trials if (y := objective.figure(t)) is not None]
