@@ -105,7 +105,10 @@ def draw_setup(
         natural = sample(workload, seed)
         prompt, output = _means(natural)
         wanted = max(TARGET_RATE, REQUESTS / window_s)
-        times = service_times(cost, alone.ttft / alone.prompt_tokens, alone.tpot, prompt, output)
+        times = service_times(
+            cost, alone.ttft / alone.prompt_tokens, alone.tpot, prompt, output, engine.limits.max_batch_size,
+            engine.facts.kv_tokens,
+        )  # fmt: skip
         scale = length_scale(prompt, output, *times, wanted)
     longest = min(model.max_model_len, engine.facts.kv_tokens)
     cap_output = max(1, longest // 4)

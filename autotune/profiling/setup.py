@@ -109,15 +109,24 @@ def length_scale(
 
 
 def service_times(
-    cost: StepModel, alone_prompt_token: float, alone_token: float, prompt: float, output: float
+    cost: StepModel,
+    alone_prompt_token: float,
+    alone_token: float,
+    prompt: float,
+    output: float,
+    slots: float,
+    kv_tokens: int,
 ) -> tuple[float, float]:
-    """Seconds that a prompt token and an output token take of a machine: of a request alone, or less where ``cost`` says so.
+    """Seconds that a prompt token and an output token take of a machine with so many ``slots`` and ``kv_tokens``: of a request
+    alone, or less where ``cost`` says so.
 
     A lone short prompt takes a GPU little more than a step without one; and where a step of many decodes takes no more than a
     quarter of the default TPOT, they share it. A decode alone has six to share it (:func:`length_scale`).
     """
     whole = cost.predict(typical_step(0, max(1, round(prompt)), 0.0)) / max(1.0, prompt)
-    steps = {n: cost.predict(typical_step(n, 0, prompt + output / 2)) for n in _MANY}
+    context = prompt + output / 2
+    held = [n for n in _MANY if n <= slots and n * context <= kv_tokens]
+    steps = {n: cost.predict(typical_step(n, 0, context)) for n in held}
     shared = [_SHARED * seconds / n for n, seconds in steps.items() if seconds <= (DEFAULT_SLO.tpot_ms or 0) / 4000]
     return min(alone_prompt_token, whole), min([alone_token, *shared])
 

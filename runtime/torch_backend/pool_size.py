@@ -118,7 +118,11 @@ def _taken(
     for plan in mixed_steps(
         limits, loaded.max_model_len, block_size, _BLOCKS
     ):  # so that no request waits for a compiler
-        executor.execute(plan, 0.0, 0.0)
+        result = executor.execute(plan, 0.0, 0.0)
+        for sequence, error in result.failed[:1]:
+            log.warning(
+                "a step of %s that has kernels compiled fails in %s: %s", loaded.name, sequence.request.id, error
+            )
     held = [memory.free()]
     del executor  # before there is another
     sizes = backend.ladder(most)
@@ -150,6 +154,7 @@ def mixed_steps(limits: KnobLimits, max_model_len: int, block_size: int, blocks:
         (2, 20),
         (4, 20),
         (8, 20),
+        (16, 20),
     ):
         if count > min(limits.chunk_size, max_model_len) or 1 + chunks > limits.max_batch_size:
             continue

@@ -112,27 +112,32 @@ class Readback:
 class DeviceEnds:
     """When steps ended on a device, by the host's clock.
 
-    The host often looks late: it was launching the next step. A step that had ended by then ended as long after the one before
-    it as the device says; one that the host waited for ended when the wait did.
+    The host often looks late: it was launching the next step. Such a step ended as long after the last one that the host has
+    waited for as the device says; a step that it waits for ends when the wait does. The two clocks do not run at quite the same
+    rate, so after ``SPAN_S`` without a wait the host is believed once.
     """
+
+    SPAN_S = 5.0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._last: tuple[Mark, float] | None = None
+        self._waited: tuple[Mark, float] | None = None
 
     def forget(self) -> None:
         """What comes next is behind steps whose end is not known."""
-        self._last = None
+        self._waited = None
 
     def read(self, values: Readback) -> tuple[list[Tensor], float]:
         """The tensors of ``values``, a step's last, and when the device had computed them."""
         mark = values.mark
         late = mark is not None and mark.passed()
-        found, ended = values.wait(), self._clock.now()
+        found, now = values.wait(), self._clock.now()
         if mark is None:
-            return found, ended
-        if late and self._last is not None:
-            earlier, at = self._last
-            ended = min(ended, at + mark.seconds_since(earlier))
-        self._last = mark, ended
-        return found, ended
+            return found, now
+        if late and self._waited is not None:
+            earlier, at = self._waited
+            since = mark.seconds_since(earlier)
+            if since <= self.SPAN_S:
+                return found, min(now, at + since)
+        self._waited = mark, now
+        return found, now

@@ -71,6 +71,21 @@ def test_no_step_ends_after_the_host_has_seen_its_end() -> None:
     assert read(ends, fast) == 1.3
 
 
+def test_clocks_that_drift_apart_do_not_add_up() -> None:
+    """An hour of steps that the host always looks at late, on a device whose clock is 50 millionths slow."""
+    clock = VirtualClock()
+    ends = DeviceEnds(clock)
+    read(ends, Marked(clock, 1.0))
+    worst, true = 0.0, 1.0
+    for _ in range(4000):
+        true += 0.9
+        clock.advance_to(true + 0.011)
+        mark = Marked(clock, true)
+        mark.seconds_since = lambda earlier, mark=mark: (mark.at - earlier.at) * (1 - 5e-5)  # type: ignore[misc]
+        worst = max(worst, abs(read(ends, mark) - true))
+    assert worst < 0.012  # no more than the host's own lateness
+
+
 def test_behind_a_step_whose_end_is_not_known_the_host_is_believed() -> None:
     clock = VirtualClock()
     ends = DeviceEnds(clock)

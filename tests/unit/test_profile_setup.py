@@ -60,11 +60,13 @@ def test_lengths_shrink_by_powers_of_two_to_a_useful_rate_but_not_to_nothing() -
 
 def test_a_machine_whose_steps_hold_many_decodes_is_not_judged_by_a_lone_request() -> None:
     gpu = Linear(base=0.005, per_prompt_token=0.00002, per_decode=0.00003)
-    prompt, output = service_times(gpu, 0.0001, 0.005, 1000.0, 200.0)
+    prompt, output = service_times(gpu, 0.0001, 0.005, 1000.0, 200.0, 1024, 10**6)
     assert prompt == pytest.approx((0.005 + 0.02) / 1000)
     assert output == pytest.approx(6 * (0.005 + 0.00003 * 128) / 128)  # 256 take more than a quarter of 50 ms
     cpu = Linear(base=0.02, per_prompt_token=0.001, per_decode=0.002)
-    assert service_times(cpu, 0.0011, 0.022, 1000.0, 200.0) == pytest.approx((0.00102, 0.022))
+    assert service_times(cpu, 0.0011, 0.022, 1000.0, 200.0, 1024, 10**6) == pytest.approx((0.00102, 0.022))
+    for slots, kv_tokens in ((32, 10**6), (1024, 64 * 1100 - 1)):  # an engine that cannot hold so many
+        assert service_times(gpu, 0.0001, 0.005, 1000.0, 200.0, slots, kv_tokens)[1] == 0.005
 
 
 def test_the_default_slo_is_relaxed_only_where_it_must_be_and_says_so() -> None:

@@ -53,7 +53,7 @@ def tiles(product: Product, rows: int, dry: bool) -> list[LinearTile]:
     if dry:
         return [LinearTile(16, 32, 2, 4, 2)]
     block, found = max(FEW_ROWS, next_power_of_2(rows)), []
-    wide, deep = ((16, 32, 64), ((256, 4), (512, 3))) if block < 64 else ((32, 64, 128), ((128, 4), (256, 3)))
+    wide, deep = ((16, 32, 64), ((128, 4), (256, 4), (512, 3))) if block < 64 else ((32, 64, 128), ((128, 4), (256, 3)))
     for outputs, (inputs, stages), programs in itertools.product(wide, deep, (1, 264, 528)):
         if product.outputs % outputs or product.inputs % inputs:
             continue

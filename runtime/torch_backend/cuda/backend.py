@@ -235,11 +235,11 @@ class PagedAttention:
             heads, dim, query.dtype, keys.shape, values.shape, keys.dtype, terms.window, terms.softcap, terms.sinks is None
         )  # fmt: skip
         attention = attend if shapes in self._checked else paged_attention
-        self._checked.add(shapes)
         attention(
             query, keys, values, state.table, plan, block_size=self.pool.block_size, scale=terms.scale, window=terms.window,
             softcap=terms.softcap, sinks=terms.sinks, out=out,
         )  # fmt: skip
+        self._checked.add(shapes)
         return out
 
 

@@ -10,6 +10,7 @@ the driver one by one as it does tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import reduce
 from operator import attrgetter, or_
 from typing import Any, NamedTuple
@@ -59,12 +60,15 @@ def launch(
     """
     addresses = [*map(Tensor.data_ptr, tensors)]
     device = tensors[0].device
-    key = (id(kernel), constants, warps, stages, device, *map(_dtype, tensors))
+    key = (id(kernel), constants, warps, stages, EARLY, device, *map(_dtype, tensors))
     known = _known.get(key)
     if known is None or reduce(or_, addresses) % ALIGNED:
         early = begins_early(device)
         options = {"launch_pdl": True} if early else {}
-        compiled = kernel[grid](*tensors, *numbers, *constants, early, num_warps=warps, num_stages=stages, **options)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            compiled = kernel[grid](
+                *tensors, *numbers, *constants, early, num_warps=warps, num_stages=stages, **options
+            )
         if not (INTERPRETED.value or reduce(or_, addresses) % ALIGNED or compiled is None):
             _known[key] = _Binary(compiled.run, compiled.function, compiled.packed_metadata, early)
         return

@@ -130,6 +130,10 @@ def linear(
         raise ValueError(f"x has {rows} rows; it must have 1 to {MOST_ROWS}")
     if inputs % tile.inputs or outputs % tile.outputs:
         raise ValueError(f"{tile} does not divide {inputs} inputs and {outputs} outputs")
+    if tile.parts > 1 and outputs // tile.outputs > MOST_COUNTED:
+        raise ValueError(
+            f"{tile} makes {outputs // tile.outputs} tiles; inputs may be in parts for up to {MOST_COUNTED}"
+        )
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16, or both float16")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
@@ -152,7 +156,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, s
     partial, arrived = out, out  # not used
     if parts > 1:
         partial = torch.empty(parts, 1 + silu_gated, block, outputs, dtype=torch.float32, device=x.device)
-        arrived = _counters(x.device, outputs // tile.outputs)
+        arrived = _counters(x.device)
     launch(
         _linear, (outputs // tile.outputs, parts, 1), (x, weight, x if bias is None else bias, out, partial, arrived), (rows,),
         (
@@ -163,14 +167,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, s
     )  # fmt: skip
 
 
+MOST_COUNTED = 4096
+"""Tiles of outputs whose inputs may be in parts."""
+
 _arrived: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _counters(device: torch.device, count: int) -> Tensor:
+def _counters(device: torch.device) -> Tensor:
     """Zeros that launches on one stream share, since they run one after the other and each leaves zeros behind. Recordings keep
     those of the stream they were made on."""
     key = (device, stream_of(device))
     found = _arrived.get(key)
-    if found is None or len(found) < count:
-        found = _arrived[key] = torch.zeros(max(4096, count), dtype=torch.int32, device=device)
+    if found is None:
+        found = _arrived[key] = torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
     return found
