@@ -82,6 +82,22 @@ class FixedAttention(Protocol):
         ...
 
 
+@runtime_checkable
+class FixedSteps(Protocol):
+    """An :class:`AttentionBackend` for which whole steps, prompts included, may lie in tensors that stay where they are. Neither
+    call makes the host wait for the device."""
+
+    def fixed_step(self, table: Tensor, tokens: int) -> Any:
+        """What :meth:`AttentionBackend.run` is handed for ``tokens`` new tokens of as many sequences as ``table [sequences,
+        blocks]`` has rows, which it reads whenever it runs."""
+        ...
+
+    def refresh_step(self, state: Any, new: Ints, context: Ints) -> None:
+        """The coming run of ``state`` is of sequences with so many ``new`` tokens and so much ``context`` (new tokens included),
+        ``[n]`` each, in the order of the packed tokens. What is left over of either is nobody's."""
+        ...
+
+
 class StepInputs:
     """Where the tokens of one forward belong, and who computes what fused layers ask for.
 

@@ -21,15 +21,16 @@ from runtime.llm.drafts import verified
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
 from runtime.shared.ceilings import StepLoad
-from runtime.torch_backend.attention import FixedAttention, PackedModel, StepInputs
+from runtime.torch_backend.attention import FixedAttention, FixedSteps, PackedModel, StepInputs
 from runtime.torch_backend.backends import Backend, backend_for
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.faults import device_error
 from runtime.torch_backend.fused_layer import fuse_layers, prunes
-from runtime.torch_backend.inputs import DecodeRows, Ints, PackedBatch, chunk_slots, chunk_tokens
+from runtime.torch_backend.inputs import DecodeRows, Ints, Listed, PackedBatch, chunk_slots, chunk_tokens, listed
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import fuse_norms
+from runtime.torch_backend.recorded_steps import RecordedSteps
 from runtime.torch_backend.resident import Graphs, InFlight, ResidentDecode, ResidentRows
 from runtime.torch_backend.sampling import Drawn, FixedSampler
 from runtime.torch_backend.soundness import sound_chunks, unsound
@@ -79,6 +80,7 @@ class _Prepared(NamedTuple):
     step: StepInputs
     sampling: list[Sequence]
     behind: list[int]
+    listed: Listed | None = None  # of a step whose forward is recorded
 
 
 class _Begun(NamedTuple):
@@ -157,7 +159,8 @@ class TorchExecutor:
 
     Steps of decode rows alone are recorded, if the backend can record and ``max_batch_size`` says for how many rows:
     ``graph_sizes``. What cannot be recorded, rows with a repetition penalty or log-probabilities, and steps that verify drafts
-    run as they do elsewhere.
+    run as they do elsewhere. ``record_prompts``: numbers of tokens for which the forward of steps with prompts is recorded
+    besides; none unless asked for, since no GPU has run them and the KV pool's size does not know of them.
 
     Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
     ``backend``'s; None takes the one for the device of the model.
@@ -176,6 +179,7 @@ class TorchExecutor:
         backend: Backend | None = None,
         max_batch_size: int | None = None,
         overlaps: bool | None = None,
+        record_prompts: tuple[int, ...] = (),
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
@@ -207,6 +211,9 @@ class TorchExecutor:
             False,
         )  # of a decode set at a version: whether a row needs its tokens
         self._resident = self._record(backend, max_batch_size) if max_batch_size is not None else None
+        self._steps: RecordedSteps | None = None
+        if record_prompts and max_batch_size is not None and self._resident is not None:
+            self._steps = self._record_steps(backend, record_prompts, max_batch_size)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -351,6 +358,31 @@ class TorchExecutor:
             log.warning("decode steps of %s are not recorded and cost more of the host: %s", self.loaded.name, error)
             return None
 
+    def _record_steps(self, backend: Backend, sizes: tuple[int, ...], most: int) -> RecordedSteps | None:
+        """Forwards of steps of ``sizes`` tokens and up to ``most`` sequences; None where that is not possible."""
+        attention, record, scratch = self.attention, backend.record, self.pool.scratch_block
+        if record is None or scratch is None or self._chain is None or not isinstance(attention, FixedSteps):
+            return None
+        size = self.pool.block_size
+        width = min(self.pool.block_count, -(-self.loaded.max_model_len // size))
+        try:
+            return RecordedSteps(
+                sizes, most, width, block_size=size, pad_block=self.pool.pad_block, scratch_slot=scratch * size,
+                forward=self._forward_step, attention=attention, record=lambda step: record(sizes, step, self.device),
+                device=self.device,
+            )  # fmt: skip
+        except Exception as error:  # as for decode steps
+            if (lost := device_error(error, self.device)) is not None:
+                raise lost from error
+            log.warning("steps with prompts of %s are not recorded: %s", self.loaded.name, error)
+            return None
+
+    def _forward_step(self, ids: Tensor, positions: Tensor, slots: Tensor, wanted: Tensor, state: Any) -> Tensor:
+        """Logits ``[wanted, vocab]`` of ``ids`` at ``positions`` and ``slots [tokens]``."""
+        self._serial += 1
+        step = StepInputs(self._serial, self.pool, slots, self._operations, self.attention, state)
+        return self._logits(ids, positions, step, wanted)
+
     @property
     def _plain_model(self) -> bool:
         """Whether the model is still what was recorded: nobody has hooked into it."""
@@ -435,7 +467,11 @@ class TorchExecutor:
             self._attempt([*read.again], step, outcome)
 
     def _prepare(self, batch: PackedBatch, flight: InFlight | None = None) -> _Prepared:
-        state = self.attention.plan(batch)  # first, since it may order the rows
+        whole: Listed | None = None
+        if self._steps is not None and self._plain_model and self._steps.fits(batch):
+            whole, state = listed(batch, self.pool.block_size, self.pool.pad_block), None
+        else:
+            state = self.attention.plan(batch)  # first, since it may order the rows
         rows, size = batch.rows, self.pool.block_size
         positions = rows.positions
         slots = rows.slots(positions)
@@ -476,7 +512,7 @@ class TorchExecutor:
             tokens[0].index_copy_(0, to, flight.take(source))
         self._serial += 1
         step = StepInputs(self._serial, self.pool, places, self._operations, self.attention, state)
-        return _Prepared(tokens, wanted[0] if wanted else None, step, sampling, behind)
+        return _Prepared(tokens, wanted[0] if wanted else None, step, sampling, behind, whole)
 
     def _taint(self, failed: Sequence, blocks: list[int]) -> None:
         """Have ``blocks``, which ``failed`` had, scrubbed before others fill them."""
@@ -504,6 +540,9 @@ class TorchExecutor:
 
     def _forward(self, prepared: _Prepared) -> Tensor:
         """Logits of the rows that sample."""
+        if prepared.listed is not None and self._steps is not None:
+            found = self._steps.run(prepared.listed, prepared.tokens, prepared.step.slots, prepared.wanted)
+            return found[: len(prepared.sampling)]
         ids, positions = prepared.tokens[0], prepared.tokens[1]
         return self._logits(ids, positions, prepared.step, prepared.wanted)[: len(prepared.sampling)]
 

@@ -213,3 +213,29 @@ class PackedBatch(NamedTuple):
         """(begin, end) of each chunk among the tokens of the forward."""
         ends = list(accumulate((chunk.count for chunk in self.chunks), initial=len(self.rows.sequences)))
         return list(pairwise(ends))
+
+
+class Listed(NamedTuple):
+    """The sequences of a forward: new tokens and context (new tokens included) ``[sequences]``, and block tables ``[sequences,
+    blocks]``, padded with the zero block."""
+
+    new: Ints
+    context: Ints
+    table: Ints
+
+
+def listed(batch: PackedBatch, block_size: int, pad_block: int) -> Listed:
+    """Those of ``batch``, in its order."""
+    rows, chunks = batch.rows, batch.chunks
+    decoding = len(rows.sequences)
+    new: Ints = np.array([*[1] * decoding, *(chunk.count for chunk in chunks)], np.int64)
+    ends = np.array([chunk.start + chunk.count for chunk in chunks], np.int64)
+    context: Ints = np.concatenate([rows.positions + 1, ends])
+    table = np.full((len(new), -(-int(context.max()) // block_size)), pad_block, np.int64)
+    if decoding:
+        known = rows.table(int(context[:decoding].max()))
+        table[:decoding, : known.shape[1]] = known
+    for row, (chunk, end) in enumerate(zip(chunks, ends.tolist(), strict=True), decoding):
+        blocks = chunk.sequence.blocks[: -(-end // block_size)]
+        table[row, : len(blocks)] = blocks
+    return Listed(new, context, table)

@@ -251,3 +251,42 @@ def test_what_a_row_for_nothing_leaves_in_its_block_does_no_harm(late: bool) -> 
 
 def test_the_kernels_are_where_the_models_are() -> None:
     assert DEVICE.type == "cpu"
+
+
+PROMPTS = (4, 12, 24)
+"""Tokens for which steps with prompts are recorded."""
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "counts"),
+    [(True, [4, 2, 3]), pytest.param(False, [9, 3, 14], marks=SLOW), pytest.param(True, [9, 3, 14], marks=SLOW)],
+)
+def test_steps_with_prompts_recorded_by_the_kernels_of_a_gpu(overlaps: bool, counts: list[int]) -> None:
+    """Prompts whole and in chunks, alone and beside decodes, shorter and longer ones behind each other in the same tensors."""
+    loaded = tiny(num_hidden_layers=1)
+    requests = list(zip(prompts([3, 19, 8], seed=5), counts, strict=True))
+    expected = [reference(loaded, p, n) for p, n in requests]
+    recorder = Recorder()
+    executor = executor_of(loaded, ours(recorder), overlaps, max_batch_size=3, record_prompts=PROMPTS)
+    made = list(recorder.recorded)
+    assert made[-3:] == [24, 12, 4]
+    outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=3, token_budget=24, chunk_size=9))
+    assert not failures and outputs == expected
+    assert recorder.recorded == made, "nothing is recorded later"
+    assert {4, 12, 24} & set(recorder.replayed)
+
+
+def test_a_step_that_does_not_fit_a_recording_runs_beside() -> None:
+    loaded = tiny(num_hidden_layers=1)
+    requests = list(zip(prompts([3, 19, 8], seed=5), [2, 1, 2], strict=True))
+    expected = [reference(loaded, p, n) for p, n in requests]
+    recorder = Recorder()
+    executor = executor_of(loaded, ours(recorder), max_batch_size=2, record_prompts=(4,))
+    outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=2, token_budget=24, chunk_size=24))
+    assert not failures and outputs == expected
+
+
+def test_plain_attention_records_no_prompts() -> None:
+    recorder = Recorder()
+    executor = executor_of(tiny(), plain(recorder), record_prompts=PROMPTS)
+    assert executor.graph_sizes == (1, 2, 4, 5) and recorder.recorded == [5, 4, 2, 1]

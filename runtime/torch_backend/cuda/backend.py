@@ -27,7 +27,7 @@ from runtime.torch_backend.cuda.tiles import (
     multiprocessors_of,
     next_power_of_2,
 )
-from runtime.torch_backend.inputs import Ints, PackedBatch
+from runtime.torch_backend.inputs import Ints, PackedBatch, listed
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.operations import HeadNorm, Operations
 from runtime.torch_backend.padded import PaddedAttention, PaddedStep
@@ -111,23 +111,14 @@ class PagedStep:
     def __init__(self, owner: PagedAttention, batch: PackedBatch) -> None:
         self._owner = owner
         self._batch = batch
-        rows = batch.rows
-        decoding = len(rows.sequences)
-        self.new: Ints = np.array([*[1] * decoding, *(chunk.count for chunk in batch.chunks)], np.int64)
-        ends = np.array([chunk.start + chunk.count for chunk in batch.chunks], np.int64)
-        self.context: Ints = np.concatenate([rows.positions + 1, ends])
+        size, pad_block = owner.pool.block_size, owner.pool.pad_block
+        self.new, self.context, known = listed(batch, size, pad_block)
         # powers of two, so that few plans and few compiled kernels serve all steps
         self.sequences = next_power_of_2(len(self.new))
         self.each = next_power_of_2(int(self.new.max()))
         self.tokens = next_power_of_2(int(self.new.sum()))
-        size = owner.pool.block_size
-        table = np.full((self.sequences, -(-int(self.context.max()) // size)), owner.pool.pad_block, np.int64)
-        if decoding:
-            known = rows.table(int(self.context[:decoding].max()))
-            table[:decoding, : known.shape[1]] = known
-        for row, (chunk, end) in enumerate(zip(batch.chunks, ends.tolist(), strict=True), decoding):
-            blocks = chunk.sequence.blocks[: -(-end // size)]
-            table[row, : len(blocks)] = blocks
+        table = np.full((self.sequences, known.shape[1]), pad_block, np.int64)
+        table[: len(known)] = known
         [self.table] = to_device([table], owner.device)
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
         self._padded: PaddedStep | None = None
@@ -159,13 +150,13 @@ class FixedRows:
     def plan(self, heads: int, kv_heads: int) -> AttentionPlan:
         found = self._plans.get((heads, kv_heads))
         if found is None:
-            found = self._plans[heads, kv_heads] = AttentionPlan(
-                self._owner.sizes(len(self.table), len(self.table), 1, heads, kv_heads),
-                self._owner.device,
-                recorded=True,
-            )
+            found = AttentionPlan(self._sizes(heads, kv_heads), self._owner.device, recorded=True)
+            self._plans[heads, kv_heads] = found
             found.update(self._new, self._context)
         return found
+
+    def _sizes(self, heads: int, kv_heads: int) -> PlanSizes:
+        return self._owner.sizes(len(self.table), len(self.table), 1, heads, kv_heads)
 
     def refresh(self, context: Ints) -> None:
         self._context[: len(context)], self._context[len(context) :] = context, 1
@@ -174,6 +165,24 @@ class FixedRows:
 
     def padded(self) -> PaddedStep:
         raise UnsupportedModelError("a head that the attention kernel does not take attends in no recorded step")
+
+
+class FixedStep(FixedRows):
+    """As :class:`FixedRows`, for steps of up to ``tokens`` new tokens in any sequences. Until it is refreshed its first sequence
+    has all of them."""
+
+    def __init__(self, owner: PagedAttention, table: Tensor, tokens: int) -> None:
+        super().__init__(owner, table)
+        self._tokens = tokens
+        self._new = self._context = np.array([min(tokens, table.shape[1] * owner.pool.block_size)], np.int64)
+
+    def _sizes(self, heads: int, kv_heads: int) -> PlanSizes:
+        return self._owner.sizes(len(self.table), self._tokens, self._tokens, heads, kv_heads)
+
+    def refresh_step(self, new: Ints, context: Ints) -> None:
+        self._new, self._context = new, context
+        for plan in self._plans.values():
+            plan.update(new, context)
 
 
 class PagedAttention:
@@ -219,6 +228,12 @@ class PagedAttention:
 
     def refresh(self, state: FixedRows, context: Ints) -> None:
         state.refresh(context)
+
+    def fixed_step(self, table: Tensor, tokens: int) -> FixedStep:
+        return FixedStep(self, table, tokens)
+
+    def refresh_step(self, state: FixedStep, new: Ints, context: Ints) -> None:
+        state.refresh_step(new, context)
 
     def run(
         self, state: PagedStep | FixedRows, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms
