@@ -160,7 +160,7 @@ class TorchExecutor:
     Steps of decode rows alone are recorded, if the backend can record and ``max_batch_size`` says for how many rows:
     ``graph_sizes``. What cannot be recorded, rows with a repetition penalty or log-probabilities, and steps that verify drafts
     run as they do elsewhere. ``record_prompts``: numbers of tokens for which the forward of steps with prompts is recorded
-    besides; none unless asked for, since no GPU has run them and the KV pool's size does not know of them.
+    besides; none by default, since no GPU has run them and the KV pool's size does not know of them.
 
     Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
     ``backend``'s; None takes the one for the device of the model.
@@ -219,6 +219,11 @@ class TorchExecutor:
     def graph_sizes(self) -> tuple[int, ...]:
         """For how many rows decode steps are recorded."""
         return () if self._resident is None else self._resident.sizes
+
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """For how many tokens steps with prompts are recorded."""
+        return () if self._steps is None else self._steps.sizes
 
     @property
     def in_trouble(self) -> bool:

@@ -289,4 +289,4 @@ def test_a_step_that_does_not_fit_a_recording_runs_beside() -> None:
 def test_plain_attention_records_no_prompts() -> None:
     recorder = Recorder()
     executor = executor_of(tiny(), plain(recorder), record_prompts=PROMPTS)
-    assert executor.graph_sizes == (1, 2, 4, 5) and recorder.recorded == [5, 4, 2, 1]
+    assert executor.prompt_sizes == () and executor.graph_sizes == (1, 2, 4, 5) and recorder.recorded == [5, 4, 2, 1]

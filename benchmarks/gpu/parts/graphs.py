@@ -21,7 +21,7 @@ from runtime.torch_backend.loading import LoadedModel, load_model
 from runtime.torch_backend.pool_size import largest_step, pool_blocks
 
 _BLOCK = 16
-_ALIKE = 0.95
+ALIKE = 0.95
 """Of the requests at least so many must agree: padding to a graph's size may choose another product kernel, whose roundings let
 two tokens that are nearly as likely change places."""
 
@@ -34,11 +34,11 @@ def run(place: Place, model: str) -> None:
     batch, output = (3, 5) if place.dry else (37, 64)
     for dtype in ("float32",) if place.dry else ("float32", "bfloat16"):
         loaded = load_model(place.model(model), dtype=dtype, device=place.device)
-        eager = _tokens(loaded, batch, output)
-        replayed = _tokens(loaded, batch, output, max_batch_size=batch)
+        eager = tokens_of(loaded, batch, output)
+        replayed = tokens_of(loaded, batch, output, max_batch_size=batch)
         alike = sum(a == b for a, b in zip(eager, replayed, strict=True))
         place.keep(dtype, {"requests": batch, "alike": alike, "tokens_each": output})
-        if alike < _ALIKE * batch:
+        if alike < ALIKE * batch:
             raise RuntimeError(f"{batch - alike} of {batch} requests have other tokens with graphs, in {dtype}")
     if place.dry:
         place.keep("note", "a CPU records no graphs: both ran call by call")
@@ -64,7 +64,7 @@ def _start(place: Place, loaded: LoadedModel) -> None:
     place.keep("start", found)
 
 
-def _tokens(loaded: LoadedModel, batch: int, output: int, **options: Any) -> list[list[int]]:
+def tokens_of(loaded: LoadedModel, batch: int, output: int, **options: Any) -> list[list[int]]:
     """Of requests that begin together and end one after the other, so that the batch shrinks through all sizes."""
     blocks = batch * (-(-(100 + 2 * output) // 16) + 1)
     executor = TorchExecutor(loaded, kv_blocks=blocks, **options)

@@ -1,0 +1,56 @@
+"""Steps with prompts whose forward is recorded, against the same steps launched one kernel after the other: greedy tokens,
+request by request, and what a step takes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, Final
+
+import torch
+
+from benchmarks.gpu.parts.anatomy import Known, layer_parameters, measured, weight_bytes
+from benchmarks.gpu.parts.ceilings import copy_rate
+from benchmarks.gpu.parts.graphs import ALIKE, tokens_of
+from benchmarks.gpu.place import LeftOutError, Place
+from benchmarks.gpu_projection.steps import Step
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.loading import load_model
+
+_BLOCK, _HEADROOM = 16, 64
+SIZES: Final = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_STEPS: Final = {
+    "prompt of 32": Step((32,), (32,)),
+    "prompt of 512 behind 4096": Step((512,), (4608,)),
+    "8 decodes and 128": Step((1,) * 8 + (128,), (1024,) * 8 + (128,)),
+    "64 decodes and 512": Step((1,) * 64 + (512,), (1024,) * 64 + (512,)),
+    "prompt of 2048": Step((2048,), (2048,)),
+}
+
+
+def run(place: Place, model: str) -> None:
+    loaded = load_model(place.model(model), dtype=place.dtype(), device=place.device)
+    batch, output = (3, 5) if place.dry else (37, 64)
+    eager = tokens_of(loaded, batch, output, max_batch_size=batch)
+    recorded = tokens_of(loaded, batch, output, max_batch_size=batch, record_prompts=SIZES)
+    alike = sum(a == b for a, b in zip(eager, recorded, strict=True))
+    place.keep("tokens", {"requests": batch, "alike": alike, "tokens_each": output})
+    if alike < ALIKE * batch:
+        raise RuntimeError(f"{batch - alike} of {batch} requests have other tokens where prompts are recorded")
+    rate = place.earlier("ceilings", "copy_bytes_per_s") or copy_rate(loaded.device, 4 << 20 if place.dry else 4 << 30)
+    known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, None)
+    steps = {"prompt of 32": Step((32,), (32,))} if place.dry else _STEPS
+    blocks = max(step.blocks(_BLOCK, _HEADROOM) for step in steps.values())
+    for name, options in (("one by one", {}), ("recorded", {"record_prompts": SIZES})):
+        made: dict[str, Any] = {} if place.dry else {"max_batch_size": 128, **options}
+        executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=_BLOCK, **made)
+        if made and options and not executor.prompt_sizes:
+            raise LeftOutError("no step with prompts was recorded")
+        found = {}
+        for step, given in steps.items():
+            one = measured(executor, known, given, 2 if place.dry else 20)
+            found[step] = {key: one[key] for key in ("ms", "launch_ms", "overlapped_ms", "kernels_ms") if key in one}
+        place.keep(name, found)
+        del executor
+        gc.collect()
+        if loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
