@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tiers import slow_but_for
 from tests.unit.kernels import DEVICE, ROUNDING, close, poisoned, randn
 
 from runtime.torch_backend.cuda import linear as module  # isort: skip
@@ -15,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 TILES = (LinearTile(16, 32, 1, 4, 2), LinearTile(32, 64, 3, 4, 2), LinearTile(16, 32, 99, 4, 2))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", slow_but_for([torch.bfloat16], DTYPES), ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.parts} parts")
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 32), (3, 320, 96), (17, 128, 64)])
 def test_products_by_their_definition(
@@ -31,7 +32,7 @@ def test_products_by_their_definition(
             close(out, expected if added is None else expected + added.double(), ROUNDING[dtype], 1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", slow_but_for([torch.bfloat16], DTYPES), ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.parts} parts")
 def test_gated_products_by_their_definition(dtype: torch.dtype, tile: LinearTile) -> None:
     rows, inputs, outputs = 5, 192, 64
