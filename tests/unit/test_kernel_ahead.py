@@ -39,16 +39,9 @@ def test_every_kernel_fits_the_chip(architecture: int, tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     names = [one["name"] for one in found]
     assert len(set(names)) == len(names)
-    assert {name.split()[0] for name in names} == {
-        "attend",
-        "merge",
-        "rope",
-        "rms_norm",
-        "gated",
-        "linear",
-        "greedy",
-        "sample",
-    }
+    everywhere = {"attend", "merge", "rope", "rms_norm", "gated", "greedy", "sample"}
+    measured = {"linear"} if architecture == 90 else set()  # elsewhere a library multiplies
+    assert {name.split()[0] for name in names} == everywhere | measured
     too_large = [
         one for one in found
         if not 0 < one["registers"] <= REGISTERS or one["spilled"] > SPILLED or one["shared"] > SHARED_BYTES[architecture]
