@@ -60,10 +60,11 @@ run: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# What times nothing (whole profiles in virtual time, examples, kill tests, Hypothesis with five times the examples), two at once;
+# What times nothing (whole profiles in virtual time, examples, kill tests, Hypothesis with five times the examples), two at once, in
+# the order of the folders: files of few long tests come first, which by default come last, where one worker waits for the other;
 # then what times things or fills the machine, one after the other. ARGS="-k ..." may leave nothing of one of the two, which is 5.
 test-slow: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 2 --dist loadfile -m "slow and (unit or beside) or hypothesis and not slow" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and (unit or beside) or hypothesis and not slow" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
 	$(PYTEST) -m "slow and not (unit or beside)" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
 
 # The same, and with the environments that are large: vLLM's CPU build, several GB and minutes the first time.
