@@ -68,4 +68,4 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -
     moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
     out = moved.pop("out", None)
     with pytest.raises(ValueError, match=message):
-        linear(*moved.values(), out=out)  # type: ignore[arg-type]
+        linear(*moved.values(), out=out)  # type: ignore[arg-type]  # one of them is wrong on purpose
