@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import signal
 import tempfile
@@ -19,7 +18,8 @@ from optuna.storages.journal import JournalFileBackend
 
 from tests.unit.simulating import noted
 
-KILLS = 8
+KILLS = 10
+"""Moments drawn for a kill."""
 
 
 @dataclass
@@ -39,14 +39,14 @@ def killed_often(
     whole: Path,
     pauses: Sequence[float] = (0.0, 0.02, 0.2),
 ) -> list[Kill]:
-    """Start ``target`` again and again, and kill it ``KILLS`` times or more while its journal grows to the size of ``whole``.
+    """Start ``target`` again and again, and kill it at ``KILLS`` moments while its journal grows to the size of ``whole``.
 
     Each kill comes up to one of ``pauses`` (s) after the journal has grown to a random size: between two entries too, in the
-    middle of a measurement. Then let it finish. Two moments more than kills are drawn: journals need not come out equally long,
-    and it may be done before the last of them.
+    middle of a measurement. Then let it finish. Journals need not come out equally long (a calibration takes as many steps as
+    the machine has time for): a run may be done before the last moments, but not before half of them.
     """
     dice, context, kills = random.Random(seed), multiprocessing.get_context("spawn"), []
-    for size in sorted(dice.randrange(int(0.95 * whole.stat().st_size)) for _ in range(KILLS + 2)):
+    for size in sorted(dice.randrange(int(0.95 * whole.stat().st_size)) for _ in range(KILLS)):
         process = context.Process(target=target, args=arguments)
         process.start()
         until = time.monotonic() + 240
@@ -54,7 +54,7 @@ def killed_often(
             assert time.monotonic() < until
             time.sleep(0.001)
         time.sleep(dice.choice(pauses) * dice.random())
-        os.kill(process.pid or 0, signal.SIGKILL)
+        process.kill()
         process.join()
         if process.exitcode == 0:
             break
@@ -63,7 +63,7 @@ def killed_often(
     process = context.Process(target=target, args=arguments)
     process.start()
     process.join(300)
-    assert process.exitcode == 0 and len(kills) >= KILLS
+    assert process.exitcode == 0 and len(kills) >= KILLS // 2
     return kills
 
 
