@@ -81,6 +81,8 @@ def test_whatever_handles_knobs_handles_a_further_one_or_refuses_it_by_name(said
     assert 20 <= len([name for name in outcomes(said, "PASSED") if name.startswith(CASES)]) < 30, said
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_six_files_are_written_for_a_real_one(said: str, named: dict[str, str]) -> None:
     """Of all tests of knobs those fail, and no others, that say what is left to decide."""
     assert WRITTEN.keys() <= named.keys()

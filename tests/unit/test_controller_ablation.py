@@ -9,7 +9,6 @@ from benchmarks.controller.contenders import Layer, driver_of
 from benchmarks.controller.loads import arrivals
 from benchmarks.controller.run import Outcome, serve
 from benchmarks.controller.scenarios import SCENARIOS
-from tests.tiers import slow_but_for
 
 SCENARIO = SCENARIOS["M9"]
 
@@ -24,7 +23,8 @@ def served(part: str | None, layer: Layer, seconds: float = 8.0) -> Outcome:
     return serve(SCENARIO, phases, driver_of(algorithm(part), layer, {}), 1)
 
 
-@pytest.mark.parametrize("layer", slow_but_for(LAYERS[:1], LAYERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", LAYERS)
 def test_without_any_part_requests_are_served(layer: Layer) -> None:
     whole = served(None, layer)
     without = {part: served(part, layer) for part in PARTS}

@@ -257,10 +257,8 @@ PROMPTS = (4, 12, 24)
 """Tokens for which steps with prompts are recorded."""
 
 
-@pytest.mark.parametrize(
-    ("overlaps", "counts"),
-    [(True, [2, 1, 2]), pytest.param(False, [6, 3, 5], marks=SLOW)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("overlaps", "counts"), [(True, [2, 1, 2]), (False, [6, 3, 5])])
 def test_steps_with_prompts_recorded_by_the_kernels_of_a_gpu(overlaps: bool, counts: list[int]) -> None:
     """Prompts whole and in chunks, alone and beside decodes, shorter and longer ones behind each other in the same tensors."""
     loaded = tiny(num_hidden_layers=1)

@@ -66,7 +66,8 @@ def test_knobs_alone_meet_as_many_targets_as_the_starting_knobs(name: str) -> No
     assert window.ratio >= BOUND
 
 
-@pytest.mark.parametrize("name", slow_but_for(("full-cpu",), ("full-cpu", "full-cpu-best", "stalls-cpu-best")))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full-cpu", "full-cpu-best", "stalls-cpu-best"])
 def test_without_the_comparison_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StartComparison, "holds", lambda self, now, worth_trying: False)
     assert least(name).ratio < 0.9

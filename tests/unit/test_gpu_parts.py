@@ -68,6 +68,7 @@ runpy.run_module("benchmarks.gpu.part", run_name="__main__")
 """Runs a part where the end of the interpreter aborts, as tensors in pinned memory do once their device is lost."""
 
 
+@pytest.mark.slow
 def test_a_part_that_loses_its_device_ends_with_the_code_it_earned(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", ABORTING, str(tmp_path)]

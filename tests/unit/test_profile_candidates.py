@@ -59,6 +59,7 @@ def test_candidates_are_tried_and_may_be_candidates(given: Findings) -> None:
     assert finals & set(given.setup.candidates)
 
 
+@pytest.mark.slow
 def test_candidates_behave_differently(given: Findings) -> None:
     """Those that are not baselines: where a limit never binds, one setting stands for all above it."""
     search = [p for p in given.candidates if "defaults" not in p.label]

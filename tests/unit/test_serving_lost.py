@@ -15,7 +15,6 @@ import pytest
 from autotune.cli.exits import FELL_SHORT
 from runtime.records import FinishReason
 from runtime.serving.record_log import read_records
-from tests.tiers import slow_but_for
 
 LOSING = """
 import os, sys, torch
@@ -55,7 +54,8 @@ def refused(url: str, body: bytes | None = None) -> int:
     return raised.value.code
 
 
-@pytest.mark.parametrize("when", slow_but_for(("at a request",), ("at a request", "in the warm-up")))
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["at a request", "in the warm-up"])
 def test_a_lost_device_ends_serve_with_its_own_code(when: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

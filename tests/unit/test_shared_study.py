@@ -51,6 +51,7 @@ def measure(shared: SharedStorage, log: Path, seconds: float, count: int = 1) ->
             assert study.measured(str(number), lambda number=number: run(number)) == {"number": number}
 
 
+@pytest.mark.slow
 def test_several_processes_measure_nothing_twice_and_never_at_the_same_time(
     shared: SharedStorage, tmp_path: Path
 ) -> None:
