@@ -17,7 +17,9 @@ TILES = (LinearTile(16, 32, 1, 4, 2), LinearTile(32, 64, 3, 4, 2), LinearTile(16
 
 
 @pytest.mark.parametrize("dtype", slow_but_for([torch.bfloat16], DTYPES), ids=str)
-@pytest.mark.parametrize("tile", slow_but_for([(TILES[1],)], [(tile,) for tile in TILES]), ids=lambda tile: f"{tile.parts} parts")
+@pytest.mark.parametrize(
+    "tile", slow_but_for([(TILES[1],)], [(tile,) for tile in TILES]), ids=lambda tile: f"{tile.parts} parts"
+)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 32), (3, 320, 96), (17, 128, 64)])
 def test_products_by_their_definition(
     dtype: torch.dtype, tile: LinearTile, rows: int, inputs: int, outputs: int
