@@ -62,6 +62,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
+@pytest.mark.slow
 def test_a_decorated_function_and_a_bare_module_run_in_a_process(module: ModuleType, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "with_torch.py").write_text(WITH_TORCH)

@@ -87,6 +87,7 @@ def served(machine: RunMachine, start: int, *, rate: float) -> tuple[list[int], 
     return [int(d.new["draft_tokens"]) for d in decisions], [d.cause for d in decisions]
 
 
+@pytest.mark.slow
 def test_the_controller_turns_it_up_on_a_machine_that_waits_for_memory() -> None:
     counts, causes = served(MEMORY, 2, rate=4.0)
     assert max(counts) >= 5 and any("memory-bound" in cause for cause in causes)

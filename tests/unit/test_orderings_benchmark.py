@@ -106,6 +106,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, dict[
     return code, out, json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, said = run(
         capsys, "--seconds", "6", "--seeds", "2", "--load", "1.3", "--ordering", "fcfs", "--ordering", "hybrid"

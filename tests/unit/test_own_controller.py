@@ -204,6 +204,7 @@ def test_one_that_is_wrong_is_no_figure_but_a_line(
     assert says in error and error.startswith("error: ") and error.count("\n") == 1 and "attainment" not in out
 
 
+@pytest.mark.slow
 def test_nothing_of_one_that_is_wrong_is_in_a_log(folder: Path) -> None:
     """In a process of its own, where nobody has told logging to go elsewhere than the terminal."""
     save_profile(profiled(), folder / "mine.yaml")

@@ -67,6 +67,7 @@ def test_candidates_behave_differently(given: Findings) -> None:
     assert len(told) == len(search) > 3
 
 
+@pytest.mark.slow
 def test_a_candidate_is_judged_at_several_speeds_and_loads(given: Findings) -> None:
     """Its figures are those of each load at the speed paired with it, all together."""
     assert given.setup is not None

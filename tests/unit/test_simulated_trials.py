@@ -47,6 +47,7 @@ def test_starting_points_first_then_what_tpe_proposes() -> None:
     assert tried(seed=4)[2:] != found[2:]
 
 
+@pytest.mark.slow
 def test_the_trials_are_the_same_for_any_number_of_processes() -> None:
     found = tried()
     assert tried(Uneven(), workers=3) == found

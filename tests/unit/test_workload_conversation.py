@@ -43,6 +43,7 @@ def test_tenants_share_their_system_prompt_and_nothing_else() -> None:
     assert tenants["tenant-0"] > tenants["tenant-3"]
 
 
+@pytest.mark.slow
 def test_the_rate_holds_from_the_start() -> None:
     """Twenty runs of a minute: conversations under way at 0 keep the first minute as full as any.
 
