@@ -18,13 +18,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from autotune.bench.plotting import check
 from autotune.writing import write_whole
 from benchmarks.command import command, exit_code
 from benchmarks.controller import adversaries
-from benchmarks.controller.cache import FOLDER, Cache
+from benchmarks.controller.cache import FOLDER, Cache, code_digest, outcome_of
 from benchmarks.controller.contenders import COLUMNS, REPORTED
 from benchmarks.controller.known import REPORTED as REPORTED_SEEDS
 from benchmarks.controller.known import OracleStore, peaks
@@ -32,6 +33,7 @@ from benchmarks.controller.run import Bench, Outcome
 from benchmarks.controller.scenarios import SCENARIOS, VARIANTS
 from benchmarks.controller.table import Comparison
 from benchmarks.controller.work import Task, Workers
+from benchmarks.kept import Kept
 from runtime.errors import InputError
 
 _QUICK = 3
@@ -80,8 +82,8 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
                 workers,
                 seeds,
                 say,
-                reject=not args.no_reject_oracle,
-                layers=not args.no_reject_oracle and scenario not in VARIANTS,
+                reject=args.reject_oracle,
+                layers=scenario not in VARIANTS,
             ).one(scenario)
             for scenario in scenarios
         }
@@ -93,9 +95,16 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             for contender in args.contender or (COLUMNS if scenario in VARIANTS else REPORTED)
             for seed in seeds
         ]
+        kept = Kept(args.keep, {"traces": args.traces is not None, "code": code_digest()})
+        done = {Task(*run["run"]): outcome_of(run["outcome"]) for run in kept.known()}
         found: dict[tuple[str, str], dict[int, Outcome]] = {}
         left = len(tasks)
-        for task, outcome in workers.runs(tasks):
+        for task, outcome in chain(
+            ((task, done[task]) for task in tasks if task in done),
+            workers.runs(task for task in tasks if task not in done),
+        ):
+            if task not in done:
+                kept.add({"run": task[:3], "outcome": outcome})
             found.setdefault((task.scenario, task.contender), {})[task.seed] = outcome
             best = oracles[task.scenario].plain.by_seed[task.seed].met
             left -= 1
@@ -124,7 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
     parser.add_argument("--recompute", action="store_true", help="search for peak goodputs and oracles anew")
     parser.add_argument("--oracle-only", action="store_true", help="search for oracles that are not known, and end")
-    parser.add_argument("--no-reject-oracle", action="store_true", help="leave out the oracles with early rejection")
+    parser.add_argument(
+        "--reject-oracle", action="store_true", help="compare with the best settings of each phase with rejection, too"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="keep each run that is done, and go on from those kept"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a page to write, .html: what each layer earns")
     parser.add_argument(
         "--peaks", action="store_true", help="print the peak goodputs that loads are relative to, and end"

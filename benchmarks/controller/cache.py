@@ -67,6 +67,15 @@ def load_digest(load: Load, bench: Bench) -> str:
     return digest.text(outcome)
 
 
+def code_digest() -> str:
+    """Of all source that a run depends on, in short: runs of other source are not to be mixed with its own."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for folder in ("autotune", "runtime", "benchmarks/controller"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _heard(driver: Any, digest: Digest) -> Any:
     attach: Callable[..., Any] = driver.attach
 
@@ -123,7 +132,7 @@ def from_entry(entry: dict[str, Any]) -> Best:
     """The inverse of :func:`to_entry`."""
     return Best(
         tuple(_knobs(values) for values in entry["schedule"]),
-        {int(seed): _outcome(values) for seed, values in entry["by_seed"].items()},
+        {int(seed): outcome_of(values) for seed, values in entry["by_seed"].items()},
         _knobs(entry["single"]),
         {int(seed): met for seed, met in entry["single_met"].items()},
         entry["runs"],
@@ -135,9 +144,12 @@ def _values(knobs: Knobs) -> list[float]:
 
 
 def _knobs(values: Sequence[float]) -> Knobs:
-    return Knobs.from_mapping(dict(zip(Knobs().as_dict(), values, strict=True)))
+    """The knobs of an entry; one made before a knob was there has nothing of it, and it stays at its default."""
+    default = Knobs().as_dict()
+    return Knobs.from_mapping(default | dict(zip(default, values, strict=False)))
 
 
-def _outcome(values: Sequence[Any]) -> Outcome:
+def outcome_of(values: Sequence[Any]) -> Outcome:
+    """An :class:`Outcome` from what JSON makes of it."""
     phases, bins, rejected, full = values
     return Outcome(tuple((o, m) for o, m in phases), tuple((o, m) for o, m in bins), rejected, full)

@@ -125,6 +125,12 @@ class TestCache:
         assert Cache(path, use=False).get("M1", "abc") is None
         assert [line[:6] for line in path.read_text().splitlines()] == ["{", ' "M0":', ' "M1":', "}"]
 
+    def test_an_entry_from_before_a_knob_was_there_is_read(self) -> None:
+        outcome = Outcome(((10, 8),), ((10, 8),))
+        best = Best((Knobs(64, 0, 512, 256),), {101: outcome}, COLD, {101: 12}, 77)
+        entry = to_entry(best)
+        assert from_entry(entry | {"schedule": [entry["schedule"][0][:4]], "single": entry["single"][:4]}) == best
+
     def test_a_digest_is_of_behaviour(self) -> None:
         first = scenario_digest(TINY, STATIC, BENCH)
         assert scenario_digest(replace(TINY, about="other words", grid=Grid((1,), (1,), ())), STATIC, BENCH) == first
