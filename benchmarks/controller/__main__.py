@@ -53,7 +53,7 @@ def seeds_of(text: str) -> tuple[int, ...]:
         found = ()
     if not found or min(found) < 1:
         raise InputError(
-            f"--seeds is {text!r}; it must be a number of seeds (3), a range (101-110) or a list (4,7) from 1 on"
+            f"--seeds is {text!r}; it must be a number of seeds (3), a range (201-210) or a list (4,7) from 1 on"
         )
     return found
 
@@ -121,13 +121,13 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
     say(json.dumps(comparison.figures() | adversaries.harm_min(found, say, everything=not args.scenario)))
 
 
-@exit_code("interrupted; oracles and peaks found so far are in the cache")
+@exit_code("interrupted; oracles and peaks found so far are in the cache, runs that are done in --keep FILE")
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command("controller", __doc__)
     names = ", ".join(SCENARIOS).replace("%", "%%")  # argparse formats what it prints
     parser.add_argument("--scenario", action="append", metavar="NAME", help=f"only this one of {names}")
     parser.add_argument("--contender", action="append", metavar="NAME", help=f"only this one of {', '.join(REPORTED)}")
-    parser.add_argument("--seeds", help="3: seeds 1 to 3, for tuning; 101-110 are reported (the default)")
+    parser.add_argument("--seeds", help="3: seeds 1 to 3, for tuning; 201-210 are reported (the default)")
     parser.add_argument("--quick", action="store_true", help=f"the first {_QUICK} of the seeds that are reported")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
@@ -153,6 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.jobs < 1:
         raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
     seeds = seeds_of(args.seeds) if args.seeds else REPORTED_SEEDS[: _QUICK if args.quick else None]
+    if args.keep is not None and not args.keep.parent.is_dir():
+        raise InputError(f"--keep: {args.keep} cannot be written: there is no directory {args.keep.parent}")
     compare(args, seeds)
 
 

@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenario", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; repeatable")
     parser.add_argument("--layer", action="append", choices=LAYERS, help="only this one; repeatable")
-    parser.add_argument("--seeds", default="2", help="3: seeds 1 to 3; 101-110; 4,7 (default: 2)")
+    parser.add_argument("--seeds", default="2", help="3: seeds 1 to 3; 201-210; 4,7 (default: 2)")
     args = parser.parse_args(arguments)
     if wrong := [name for name in args.scenario or () if name not in SCENARIOS]:
         raise InputError(f"--scenario is {wrong[0]}; it must be one of {', '.join(SCENARIOS)}")
