@@ -55,8 +55,9 @@ def knobs() -> str:
         lines.append(f"| `{spec.name}` | {spec.unit} | {' | '.join(f'{n:,.10g}' for n in figures)} | {spec.doc} |")
     lines += ["", "## Controllers", "", "| name | for | what it does |", "|---|---|---|"]
     for names, kind in ((CONTROLLERS, "engines"), (OF_BATCHERS, "batchers")):
-        for name in names:
-            about = str(import_module(f"{controllers.__name__}.{name}").__doc__).partition("\n\n")[0]
+        for name, make in names.items():
+            module = make.__module__.removeprefix(f"{controllers.__name__}.").partition(".")[0]
+            about = str(import_module(f"{controllers.__name__}.{module}").__doc__).partition("\n\n")[0]
             lines.append(f"| `{name}` | {kind} | {_cell(about)} |")
     return "\n".join(lines) + "\n"
 

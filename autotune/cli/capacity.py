@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity
 
 HELP = (
-    "The highest rate at which a profiled machine holds an SLO, in simulation: for the profile's settings, for one given by "
-    "knobs, or under a controller. Exit code 1: no rate holds it."
+    "The highest rate at which a profiled machine meets an SLO, in simulation: for the profile's settings, for one given by "
+    "knobs, or under a controller. Exit code 1: no rate meets it."
 )
 EXAMPLES = (
     "Examples:  autotune capacity mine.yaml --slo ttft=500ms,tpot=50ms  ·  "

@@ -33,9 +33,7 @@ def choose(target: str | None) -> Path:
         raise InputError(f"{len(found)} engines can be controlled; name one by its number or socket: {listed}")
     opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
     if target is None:
-        raise InputError(
-            f"no process can be controlled; {opens}; after pause --kill only a restart brings a controller back"
-        )
+        raise InputError(f"no process can be controlled; {opens}")
     raise InputError(f"process {target} cannot be controlled; {opens}, and closes it when its controller ends")
 
 

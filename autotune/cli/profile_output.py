@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,20 @@ def next_steps(made: Profile, file: Path) -> list[tuple[str, str]]:
                 command += " --allow-lossy"
         found.append((command, what))
     return found
+
+
+def longer(budget_s: float) -> str:
+    """What to do for narrower intervals: three times the budget spent is some 1/√3 of their width."""
+    return f"For narrower intervals, run the same command with --fresh --budget {math.ceil(3 * budget_s / 60)}m."
+
+
+def activation() -> str | None:
+    """What makes the shell find ``autotune``, where it does not and this runs in a virtual environment."""
+    scripts = Path(sys.prefix) / "bin"
+    if shutil.which("autotune") is not None or not (scripts / "activate").is_file():
+        return None
+    here = Path.cwd()
+    return f"source {scripts.relative_to(here) if scripts.is_relative_to(here) else scripts}/activate"
 
 
 @dataclass(frozen=True)
@@ -133,6 +150,9 @@ def finish(
     for index, (step, what) in enumerate(next_steps(made, files.profile)):
         start = "" if index else "next"
         console.print(f"{start:<7}  {step:<44}  # {what}", highlight=False, markup=False, soft_wrap=True)
-    longer = "For narrower intervals, run the same command with --fresh --budget 10m."
-    console.print(f"{'':<7}  {longer}", highlight=False, markup=False, soft_wrap=True)
+    notes = [] if question.budget_s is None else [longer(question.budget_s)]
+    if (activate := activation()) is not None:
+        notes.append(f"`autotune` is not on your PATH: {activate}")
+    for note in notes:
+        console.print(f"{'':<7}  {note}", highlight=False, markup=False, soft_wrap=True)
     return DONE if made.slo_met else FELL_SHORT

@@ -94,7 +94,9 @@ def serve(
     ] = False,
     controlled: Annotated[
         bool | None,
-        Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
+        Option(
+            "--control/--no-control", help="Turn the knobs so that the SLO is met.  (default: when there is an SLO)"
+        ),
     ] = None,
     controller: Controller = None,
     decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,

@@ -68,7 +68,7 @@ def _show_once(console: Console, status: dict[str, Any], decisions: list[Decisio
     if as_json:
         print(_as_json(status, decisions))
     else:
-        console.print(_table(status, decisions))
+        console.print(_table(status, decisions, width=console.width))
 
 
 def _as_json(status: dict[str, Any], decisions: list[Decision]) -> str:
@@ -136,7 +136,8 @@ def _latency(found: dict[str, float], target: float | None) -> Text:
     return text
 
 
-def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
+def _table(status: dict[str, Any], decisions: list[Decision], *, width: int | None = None) -> RenderableType:
+    """How it stands. ``width``: columns that reasons are folded to; without, each line is cut where the terminal ends."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -173,5 +174,6 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
             value = status["knobs"][spec.name]
             most = " (the ceiling)" if value and value == status["ceilings"][spec.name] else ""
             facts.add_row(spec.name, Text(f"{value:.10g} {spec.unit}{most}"))
-    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in timeline(decisions, dates=False)]
-    return Group(facts, Text(""), *lines[-2 * _SHOWN :])
+    shown = timeline(decisions, dates=False, width=width)
+    lines = [Text(line) if width else Text(line, no_wrap=True, overflow="ellipsis") for line in shown]
+    return Group(facts, Text(""), *(lines if width else lines[-2 * _SHOWN :]))

@@ -181,12 +181,18 @@ def conclusion(profile: Profile) -> str:
         interval = f"{times(gain.low)} to {times(gain.high)} times as many"
     else:
         interval = f"{_percent(gain.low)} to {_percent(gain.high)}"
+    objective = Objective.of(profile)
+    if all(point.met == point.offered for point in (setting.point, base)):
+        doubt = "" if objective.confirmed(base) else f"{base.offered} requests are too few to tell them apart; "
+        return (
+            f"No gain over vLLM's defaults to be seen here: with either, every request met the SLO at {base.offered_rate:.3g} "
+            f"req/s; {doubt}best by measurement and simulation, {', '.join(turned)}."
+        )
     more = compared(gain.ratio, "requests within the SLO", "with vLLM's defaults")
     more += f" (95% interval {interval}{once})"
     if gain.low > 1:
         return f"{advice}: {more}."
-    objective = Objective.of(profile)
-    both = objective.attained(setting.point) and objective.attained(base)
+    both = objective.confirmed(setting.point) and objective.confirmed(base)
     met = "; both meet the SLO at this rate" if both else ""
     return f"No clear gain over vLLM's defaults here. Best by measurement and simulation, {', '.join(turned)}: {more}{met}."
 

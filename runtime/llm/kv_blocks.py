@@ -124,10 +124,6 @@ class KVBlocks:
                 del self._idle[block]
                 self._free.append(block)
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache."""
-        self.forget(list(self._hash_of))
-
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless every block is accounted for exactly once, given all ``holders``' blocks."""
         count: dict[int, int] = {}

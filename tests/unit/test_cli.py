@@ -16,7 +16,7 @@ from autotune import __version__
 from autotune.cli.display import Display, duration
 from autotune.cli.main import app, run
 from autotune.cli.options import seconds
-from autotune.cli.profile_output import next_steps
+from autotune.cli.profile_output import activation, longer, next_steps
 from autotune.cli.profile_study import stem
 from autotune.engines.own import default_model
 from autotune.profile import save_profile
@@ -188,6 +188,24 @@ def test_the_next_steps_work_as_they_are_printed(capsys: pytest.CaptureFixture[s
     assert ("--allow-lossy" in steps[1]) == (wait > 0)
     for words in steps[:2]:
         assert run(words[1:]) == 0, capsys.readouterr().err
+
+
+def test_longer_runs_are_advised_by_what_was_spent() -> None:
+    assert longer(20).endswith("--budget 1m.") and longer(210).endswith("--budget 11m.")
+
+
+def test_who_has_no_autotune_on_the_path_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``make run``, which calls it by its path."""
+    scripts = tmp_path / ".venv" / "bin"
+    scripts.mkdir(parents=True)
+    (scripts / "activate").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert activation() == "source .venv/bin/activate"
+    (scripts / "autotune").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(scripts))
+    assert activation() is None
 
 
 def test_show_prints_the_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:

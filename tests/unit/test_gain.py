@@ -79,7 +79,18 @@ def test_what_could_be_chance_is_no_advice() -> None:
     text = told([9, 2, 9, 1, 9, 9], [8, 2, 9, 2, 8, 9])[1]
     assert text.startswith("No clear gain over vLLM's defaults here. Best by measurement and simulation, ")
     assert text.endswith("%; one run of 4 s).")
-    assert told([10] * 6, [10] * 6)[1].endswith("; both meet the SLO at this rate.")
+    assert "; both meet the SLO" not in text
+
+
+def test_where_nothing_was_missed_no_interval_is_claimed() -> None:
+    text = told([10] * 6, [10] * 6)[1]
+    assert text.startswith(
+        "No gain over vLLM's defaults to be seen here: with either, every request met the SLO at 10 req/s; 60 requests are "
+        "too few to tell them apart; best by measurement and simulation, max_batch_size=16"
+    )
+    assert "too few" not in told([10] * 12, [10] * 12)[1]
+    both = told([10] * 39 + [9], [10] * 38 + [9, 10])[1]
+    assert both.endswith("; both meet the SLO at this rate.") and "95% interval" in both
 
 
 def test_the_defaults_themselves_are_no_setting_to_change_to() -> None:

@@ -97,6 +97,7 @@ def maker(made: Callable[..., Controller], name: str) -> Make:
         check_controller(controller)
         return controller
 
+    make.__module__ = made.__module__  # whose docstring says what it does
     return make
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from autotune.engines.vllm.core import VllmCore
+from autotune.engines.vllm.model import CAPABILITIES
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -121,7 +122,7 @@ class VllmEngine(TunableEngine):
     @property
     def capabilities(self) -> Capabilities:
         """Those of our own engine, but a fault ends it, and how it speculates is settled when it starts."""
-        return Capabilities.live(none=("draft_tokens",), fault_isolation=False)
+        return CAPABILITIES
 
     @property
     def facts(self) -> Facts:

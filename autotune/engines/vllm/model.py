@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.tunable import ModelInfo
+from runtime.tunable import Capabilities, ModelInfo
+
+CAPABILITIES = Capabilities.live(none=("draft_tokens",), fault_isolation=False)
+"""Those of our own engine, but a fault ends it, and how it speculates is settled when it starts."""
 
 
 def model_of(config: Any) -> ModelInfo:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from autotune.engines.vllm.core import facts_of
+from autotune.engines.vllm.model import CAPABILITIES
 from autotune.engines.vllm.steering import Steering
 from runtime.errors import EngineClosedError
 from runtime.llm.tuning import TunableCore
@@ -39,7 +40,7 @@ class TunableScheduler(TunableCore):
     @property
     def capabilities(self) -> Capabilities:
         """Those of our own engine, but a fault ends it, and how it speculates is settled when it starts."""
-        return Capabilities.live(none=("draft_tokens",), fault_isolation=False)
+        return CAPABILITIES
 
     @property
     def facts(self) -> Facts:

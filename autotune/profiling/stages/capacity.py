@@ -59,6 +59,9 @@ def find_capacity(context: Context, setup: Setup) -> None:
         note = f"{tried[-1].attainment:.0%} attainment at {tried[-1].offered_rate:.3g} req/s"
         context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
     best = objective.capacity(tried)
+    if len(tried) == 1:
+        context.reporter.stage_done("", "no time left to look for it")
+        return
     context.reporter.stage_done(
         f"{len(tried) - 1} rate{'' if len(tried) == 2 else 's'}",
         "" if best is None else f"about {best.offered_rate:.3g} req/s",

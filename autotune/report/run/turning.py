@@ -19,15 +19,20 @@ _FOLDED = 40  # decisions beyond which their table is shut at first
 def knobs(run: Run) -> Section:
     """One plot a knob: its value from decision to decision."""
     found = summarize(run.decisions)
-    turned = [f"{name} {'once' if count == 1 else f'{count} times'}" for name, (count, _, _) in found.changes.items()]
-    by_hand = any(decision.action == "pause" and decision.changes for decision in run.decisions)
-    who = "It, and its operator by hand," if by_hand else "It"
-    title = f"{who} turned {listed(turned)}" if turned else "It turned no knob"
+    by_hand = Counter(name for d in run.decisions if d.action == "pause" for name, _, _ in d.changes)
+    turned = {name: count - by_hand[name] for name, (count, _, _) in found.changes.items()}
+    title = f"It turned {_times(turned)}" if any(turned.values()) else "It turned no knob"
+    if by_hand:
+        title += f"; its operator by hand {_times(by_hand)}"
     lead = "Each knob from decision to decision; hover over a dot to read why."
     if found.would_change:
         title = f"It would have turned knobs {found.would_change} times, and was only allowed to watch"
     plots = tuple(_plot(run, spec) for spec in KNOBS if spec.name in found.changes)
     return Section("knobs", "Knobs", title, lead if plots else "", plots)
+
+
+def _times(turned: Mapping[str, int]) -> str:
+    return listed([f"{name} {'once' if count == 1 else f'{count} times'}" for name, count in turned.items() if count])
 
 
 def _plot(run: Run, spec: KnobSpec) -> Plot:
