@@ -183,10 +183,10 @@ def conclusion(profile: Profile) -> str:
         interval = f"{_percent(gain.low)} to {_percent(gain.high)}"
     objective = Objective.of(profile)
     if all(point.met == point.offered for point in (setting.point, base)):
-        doubt = "" if objective.confirmed(base) else f"{base.offered} requests are too few to tell them apart; "
+        few = "" if objective.confirmed(base) else f"{base.offered} requests are too few to tell them apart; "
         return (
             f"No gain over vLLM's defaults to be seen here: with either, every request met the SLO at {base.offered_rate:.3g} "
-            f"req/s; {doubt}best by measurement and simulation, {', '.join(turned)}."
+            f"req/s; {few}best by measurement and simulation, {', '.join(turned)}."
         )
     more = compared(gain.ratio, "requests within the SLO", "with vLLM's defaults")
     more += f" (95% interval {interval}{once})"

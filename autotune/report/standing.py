@@ -21,12 +21,12 @@ _BASELINE = f"the {VLLM_LABEL}"
 
 @dataclass(frozen=True)
 class Standing:
-    """``ratio``: how many times as good as the baseline, None without one; ``clear``: the setting's 95% interval lies above the
-    baseline's.
+    """``ratio``: how many times as good as the baseline, None without one; ``clear``: it is better beyond chance.
 
     ``short``: for a title; ``beside``: its second half, None without a baseline; ``sentence``: for the headline, without its
-    subject. A difference is claimed only where the intervals do not overlap: those of attainment where both met the same
-    requests, of which as many were offered to each, elsewhere those of goodput, which hold the luck of the arrivals too.
+    subject. The profile's ``gain`` says what is clear, as it does on the terminal. Of profiles without, a difference is claimed
+    only where the intervals do not overlap: those of attainment where both met the same requests, of which as many were offered
+    to each, elsewhere those of goodput, which hold the luck of the arrivals too.
     Of a mean E2E no interval is known: both figures are given, and nothing is claimed.
     """
 
@@ -50,9 +50,12 @@ def standing(evidence: Evidence) -> Standing:
         return _by_mean(objective, rate, point, baseline)
     shares = _of_same_requests(point, baseline)
     mine, base = shares or (point.goodput, baseline.goodput)
-    clear = mine.low > base.high
-    apart = clear or base.low > mine.high
-    ratio = mine.mean / base.mean if base.mean > 0 else None
+    gain = evidence.profile.gain  # by the second, of requests that both met: None of versions that did not compare so
+    if gain is None or not base.mean:
+        clear, apart = mine.low > base.high, mine.low > base.high or base.low > mine.high
+        ratio = mine.mean / base.mean if base.mean > 0 else None
+    else:
+        clear, apart, ratio = gain.low > 1, gain.low > 1 or gain.high < 1, gain.ratio
     alike = ratio is not None and abs(ratio - 1) < 0.005
     here = f"on this same engine ({plus_minus(baseline)})"
     if ratio is None and mine.mean == 0:

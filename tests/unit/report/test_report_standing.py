@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.profile import Point, Profile, Setting, Spread
+from autotune.profile import Gain, Point, Profile, Setting, Spread
 from autotune.report import Evidence
 from autotune.report.standing import Standing, standing
 from autotune.report.wording import compared
@@ -31,10 +31,11 @@ def measured(
     return sample_point(knobs, "x").model_copy(update=changes | more)
 
 
-def against(point: Point, baseline: Point) -> Standing:
+def against(point: Point, baseline: Point, gain: Gain | None = None) -> Standing:
     profile: Profile = sample_profile({"balanced": SETTINGS["balanced"]})
     settings = {"balanced": Setting(knobs=point.knobs, why="best", point=point)}
-    return standing(Evidence(profile.model_copy(update={"settings": settings, "baseline": baseline}), "p.yaml"))
+    changes = {"settings": settings, "baseline": baseline, "gain": gain}
+    return standing(Evidence(profile.model_copy(update=changes), "p.yaml"))
 
 
 def chosen(**more: Any) -> Point:
@@ -60,6 +61,15 @@ def test_shares_of_the_same_requests_that_overlap_are_no_difference() -> None:
     close = against(measured(SETTINGS["balanced"], 549, 589, (29,), (30.96,)), BASE)
     assert not close.clear and close.beside == "no clear difference to the vLLM defaults"
     assert close.sentence.endswith("a difference within the 95% intervals")
+
+
+def test_what_is_clear_is_what_the_terminal_says() -> None:
+    """By the profile's gain, which compares second by second, though shares overlap, or do not."""
+    close, far = (measured(SETTINGS["balanced"], met, 589, (29,), (met / 17.73,)) for met in (549, 589))
+    found = against(close, BASE, Gain(ratio=1.024, low=1.01, high=1.04, requests=589, paired=True))
+    assert found.clear and found.ratio == 1.024 and found.beside == "1.02× the vLLM defaults"
+    found = against(far, BASE, Gain(ratio=1.1, low=0.99, high=1.2, requests=589, paired=True))
+    assert not found.clear and found.beside == "no clear difference to the vLLM defaults"
 
 
 @pytest.mark.parametrize(
