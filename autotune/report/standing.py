@@ -12,10 +12,9 @@ from autotune.profile import Point, Spread
 from autotune.profiling.objective import Objective
 from autotune.report import wording
 from autotune.report.evidence import Evidence
-from autotune.report.wording import ms, number, percent, plus_minus, reached
+from autotune.report.wording import ms, percent, plus_minus, reached
 from runtime.slo import wilson_interval
 
-_WORTH_SAYING = 1.02  # as a multiple; less is a percentage
 _BASELINE = f"the {VLLM_LABEL}"
 
 
@@ -68,9 +67,6 @@ def standing(evidence: Evidence) -> Standing:
     elif alike:
         compared = f"as many as with {_BASELINE}"
         sentence = f"{compared} {here}"
-    elif clear and ratio >= _WORTH_SAYING:
-        times = f"{number(ratio, 2)}×"
-        compared, sentence = f"{times} {_BASELINE}", f"{times} what {_BASELINE} reach {here}"
     else:
         compared = wording.compared(ratio, "", f"with {_BASELINE}")
         sentence = f"{compared} {here}"

@@ -152,12 +152,12 @@ def test_values_around_a_knob_stay_below_its_ceiling() -> None:
 @pytest.mark.parametrize(
     ("base", "says", "clear"),
     [
-        ((5.0, 4.9, 5.1), "2.3× the vLLM defaults", True),
+        ((5.0, 4.9, 5.1), "2.34 times as many as with the vLLM defaults", True),
         ((11.0, 10.0, 12.0), "no clear difference to the vLLM defaults", False),
         ((12.6, 12.0, 13.2), "no clear difference to the vLLM defaults", False),
         ((13.0, 12.5, 13.5), "10% fewer than with the vLLM defaults", False),
         ((11.5, 11.0, 11.9), "no clear difference to the vLLM defaults", False),
-        ((11.1, 11.05, 11.15), "1.1× the vLLM defaults", True),
+        ((11.1, 11.05, 11.15), "5% more than with the vLLM defaults", True),
         ((11.7, 11.0, 12.4), "as many as with the vLLM defaults", False),
         ((0.0, 0.0, 0.0), "none with the vLLM defaults", True),
     ],

@@ -51,7 +51,11 @@ def test_shares_of_the_same_requests_tell_what_goodput_does_not() -> None:
     assert alike.goodput.low < BASE.goodput.high, "goodput alone does not tell them apart"
     for point in (alike, chosen()):  # of the latter only the run under the common seed
         found = against(point, BASE)
-        assert found.clear and found.beside == "1.1× the vLLM defaults" and found.ratio == pytest.approx(589 / 536)
+        assert (
+            found.clear
+            and found.beside == "10% more than with the vLLM defaults"
+            and found.ratio == pytest.approx(589 / 536)
+        )
         assert found.sentence.endswith(", with 100% attainment on the same requests against 91.0%")
     worse = against(measured(SETTINGS["balanced"], 480, 589, (29,), (27.07,)), BASE)
     assert not worse.clear and worse.beside == "10% fewer than with the vLLM defaults"
@@ -67,7 +71,7 @@ def test_what_is_clear_is_what_the_terminal_says() -> None:
     """By the profile's gain, which compares second by second, though shares overlap, or do not."""
     close, far = (measured(SETTINGS["balanced"], met, 589, (29,), (met / 17.73,)) for met in (549, 589))
     found = against(close, BASE, Gain(ratio=1.024, low=1.01, high=1.04, requests=589, paired=True))
-    assert found.clear and found.ratio == 1.024 and found.beside == "1.02× the vLLM defaults"
+    assert found.clear and found.ratio == 1.024 and found.beside == "2% more than with the vLLM defaults"
     found = against(far, BASE, Gain(ratio=1.1, low=0.99, high=1.2, requests=589, paired=True))
     assert not found.clear and found.beside == "no clear difference to the vLLM defaults"
 
