@@ -151,7 +151,8 @@ class ToServe:
 
 @dataclass(frozen=True)
 class InProcess:
-    """Served over HTTP by this process, which attaches the controller to the engine that ``start`` has started.
+    """Served over HTTP by this process, which attaches the controller to the engine that ``start`` has started. The server
+    (``runtime/serving``) needs more than the seam: our own engine, with its tokenizer, prompts as text, and what ended it.
 
     ``start`` raises :class:`InputError` or :class:`~runtime.errors.ModelError` for what cannot be served. ``refuses``: those of
     :data:`REFUSABLE` that mean nothing to it, and what to do instead.
