@@ -68,9 +68,9 @@ def load_digest(load: Load, bench: Bench) -> str:
 
 
 def code_digest() -> str:
-    """Of all source that a run depends on, in short: runs of other source are not to be mixed with its own."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for folder in ("autotune", "runtime", "benchmarks/controller"):
+    """Of all source and the rivals' constants, in short: runs of other source are not to be mixed with its own."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256((FOLDER / "controller_rivals.json").read_bytes())
+    for folder in ("autotune", "runtime", "benchmarks"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -172,10 +172,8 @@ def difference(theirs: list[float], ours: list[float]) -> str | None:
 def measure_with_aiperf(python: Path, server: ServerProcess, folder: Path, requests: int) -> dict[str, str | None]:
     """One run of it against our records of the same requests; and our records against our histograms."""
     tokens, prompt = 24, 1200
-    before, begun = (
-        metrics(server.url),
-        time.monotonic(),
-    )  # the engine's clock: records of before may still be on their way
+    before = metrics(server.url)
+    begun = time.monotonic()  # on the engine's clock: records of requests before it may still be on their way
     run(
         python.with_name("aiperf"), "profile", "--model", "tiny", "--url", server.url, "--endpoint-type", "completions",
         "--streaming", "--tokenizer", "local/tiny", "--use-server-token-count", "--extra-inputs", "ignore_eos:true",

@@ -11,7 +11,15 @@ import pytest
 
 from benchmarks.controller import __main__ as command
 from benchmarks.controller import scenarios, work
-from benchmarks.controller.cache import Cache, from_entry, load_digest, scenario_digest, to_entry
+from benchmarks.controller.cache import (
+    Cache,
+    code_digest,
+    from_entry,
+    load_digest,
+    outcome_of,
+    scenario_digest,
+    to_entry,
+)
 from benchmarks.controller.contenders import STATIC
 from benchmarks.controller.hardware import H200, H200_ADD
 from benchmarks.controller.known import REPORTED, SEEN, TUNED, Oracles, OracleStore, seed_set
@@ -22,6 +30,7 @@ from benchmarks.controller.run import Bench, Outcome
 from benchmarks.controller.scenarios import COLD, LOADS, SCENARIOS, Load, Phase, Scenario, one
 from benchmarks.controller.table import Comparison
 from benchmarks.controller.work import Task, Workers, by_slots, roomy
+from benchmarks.kept import Kept
 from benchmarks.sweep.cases import Grid
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -130,6 +139,17 @@ class TestCache:
         best = Best((Knobs(64, 0, 512, 256),), {101: outcome}, COLD, {101: 12}, 77)
         entry = to_entry(best)
         assert from_entry(entry | {"schedule": [entry["schedule"][0][:4]], "single": entry["single"][:4]}) == best
+
+    def test_a_run_that_is_kept_is_the_run(self, tmp_path: Path) -> None:
+        """As ``--keep FILE`` has it: found again by what was run, with all that came of it."""
+        outcome, kept = (
+            Outcome(((10, 8), (5, 5)), ((15, 13),), 2, False),
+            Kept(tmp_path / "runs", {"code": code_digest()}),
+        )
+        kept.add({"run": Task("M5", "predictive", 201)[:3], "outcome": outcome})
+        found = {Task(*run["run"]): outcome_of(run["outcome"]) for run in kept.known()}
+        assert found == {Task("M5", "predictive", 201): outcome}
+        assert Kept(tmp_path / "runs", {"code": "other"}).known() == []
 
     def test_a_digest_is_of_behaviour(self) -> None:
         first = scenario_digest(TINY, STATIC, BENCH)

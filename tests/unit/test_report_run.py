@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from autotune.cli.main import run as cli
 from autotune.control.decision_log import read_decisions
 from autotune.report.run import compose, html, read_run
 from autotune.report.run.service import binned
+from autotune.report.run.turning import knobs
 from runtime.errors import InputError
 from runtime.records import FinishReason
 from runtime.serving.record_log import RecordLog
@@ -88,6 +90,18 @@ def test_the_page_is_whole_and_escapes_its_input(files: tuple[Path, Path], tmp_p
         assert f'<section id="{key}"' in page
     plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]
     assert {"attainment", "rejected", "over-ttft", "over-tpot"} <= set(plots)
+
+
+def test_what_the_controller_turned_and_what_its_operator_did_are_told_apart(files: tuple[Path, Path]) -> None:
+    run = read_run(files[0])
+    turned = [d for d in run.decisions if d.action == "set" and d.changes]
+    by_hand = turned[0]._replace(action="pause", old=turned[0].old, new=turned[0].old | {"token_budget": 777.0})
+    attached = run.decisions[0]
+    assert knobs(replace(run, decisions=(attached, by_hand))).title == (
+        "It turned no knob; its operator by hand token_budget once"
+    )
+    both = knobs(replace(run, decisions=(*run.decisions, by_hand))).title
+    assert both == f"{knobs(run).title}; its operator by hand token_budget once"
 
 
 def test_without_records_it_says_what_is_lacking(files: tuple[Path, Path]) -> None:

@@ -127,6 +127,8 @@ def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.Capture
     for spec in KNOBS:
         assert f"{engine.knobs.as_dict()[spec.name]:.10g} {spec.unit}" in shown
     assert "→" in shown and "demand" in shown
+    words = {word for d in list(attached.decisions)[-8:] for word in d.cause.split()}
+    assert "…" not in shown and words <= set(shown.split()), "folded, and not cut as in the live view"
     status = attached.status().as_dict()["classes"]["default"]
     for name, target in status["targets_ms"].items():
         assert f"p50 {latency(status['latencies_ms'][name]['p50'])}  p99 " in shown and f"target {target:g} ms" in shown

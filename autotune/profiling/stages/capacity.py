@@ -43,12 +43,13 @@ def find_capacity(context: Context, setup: Setup) -> None:
     rate = search.ask() if expected else None
     search.tell(choice.point.offered_rate, not objective.refuted(choice.point))
     rate = rate or search.ask()
-    end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION, CAPACITY)
+    end, late = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION, CAPACITY), False
     for number in range(_CHECKS):
         if rate is None or any(p.rate == (rate := rounded(rate)) for p in tried):
             break
         request = MeasurementRequest("capacity", choice.knobs, rate, _seed(context, setup, rate, number))
         if not context.in_time(end, request) and (number or context.meter.late(context.schedule.budget_s)):
+            late = True
             break  # a first one is worth what is left of the budget
         run = context.measured(request, setup, choice.point.label)
         if run is None:
@@ -59,7 +60,7 @@ def find_capacity(context: Context, setup: Setup) -> None:
         note = f"{tried[-1].attainment:.0%} attainment at {tried[-1].offered_rate:.3g} req/s"
         context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
     best = objective.capacity(tried)
-    if len(tried) == 1:
+    if late and len(tried) == 1:
         context.reporter.stage_done("", "no time left to look for it")
         return
     context.reporter.stage_done(
