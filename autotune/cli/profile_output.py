@@ -54,9 +54,9 @@ def longer(budget_s: float) -> str:
 
 
 def activation() -> str | None:
-    """What makes the shell find ``autotune``, where it does not and this runs in a virtual environment."""
+    """What makes the shell find ``autotune``, where it does not and the virtual environment that this runs in has it."""
     scripts = Path(sys.prefix) / "bin"
-    if shutil.which("autotune") is not None or not (scripts / "activate").is_file():
+    if shutil.which("autotune") is not None or not all((scripts / name).is_file() for name in ("activate", "autotune")):
         return None
     here = Path.cwd()
     return f"source {scripts.relative_to(here) if scripts.is_relative_to(here) else scripts}/activate"

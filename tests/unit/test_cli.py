@@ -198,12 +198,13 @@ def test_who_has_no_autotune_on_the_path_is_told_how_to_get_it(tmp_path: Path, m
     """As after ``make run``, which calls it by its path."""
     scripts = tmp_path / ".venv" / "bin"
     scripts.mkdir(parents=True)
-    (scripts / "activate").touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert activation() == "source .venv/bin/activate"
+    (scripts / "activate").touch()
+    assert activation() is None  # run from source: there is none to find
     (scripts / "autotune").touch(mode=0o755)
+    assert activation() == "source .venv/bin/activate"
     monkeypatch.setenv("PATH", str(scripts))
     assert activation() is None
 

@@ -34,6 +34,10 @@ class Recent:
         ordered = self._sorted
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 
+    def middles(self, shares: int) -> list[float]:
+        """The middle value of each of so many equal shares, ascending; none of nothing."""
+        return [self.quantile((k + 0.5) / shares) for k in range(shares)] if self._sorted else []
+
 
 class OnlineQuantile:
     """Tracks the ``q``-quantile of a stream by stochastic approximation (Robbins and Monro 1951), on a ratio scale.

@@ -42,11 +42,12 @@ DESIGN "What the controller must know"; the step model in :mod:`runtime.step_mod
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune.control.controllers.galloping import largest
 from autotune.control.controllers.predictive import constants
+from autotune.control.controllers.predictive.attainment_model import Requests, attainment
 from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
@@ -81,7 +82,7 @@ class PredictiveController:
         self._budgeted = True  # whether each step goes by `budget`
         self._learned = TrustedModel(model)
         self._traffic = Traffic()
-        self._demand = Demand()
+        self._demand, self._usual = Demand(), Demand(constants.USUAL_S)
         self._chunks = Chunks()
         self._targets = SLOTargets({"default": slo})
         self._comparison = StartComparison()
@@ -115,6 +116,7 @@ class PredictiveController:
         if seconds := self._learned.observe(record):
             self._traffic.step(record, seconds, self._ceiling)
             self._demand.step(record)
+            self._usual.step(record)
             if self._drafting is not None:
                 self._drafting.step(record)
 
@@ -125,6 +127,7 @@ class PredictiveController:
         if not record.completed:
             if record.scheduled is None:
                 self._demand.lost(record)
+                self._usual.lost(record)
                 self._gain.sheds |= record.reason in (FinishReason.REJECTED, FinishReason.TIMEOUT)
             return
         self._traffic.request(record)
@@ -209,14 +212,33 @@ class PredictiveController:
         return proposal._replace(knobs=proposal.knobs.with_(draft_tokens=count), cause=f"{proposal.cause}; {why}")
 
     def _worth_trying(self) -> bool:
-        """Whether the starting knobs may do better, and a few requests soon tell: larger steps are cheaper, steps meet the target
-        on average if each holds the prompts that came during the one before, and answers are short."""
-        target = self.target / self._gain.value / self._learned.bias
-        if not self.model.ready or target == math.inf or self._traffic.outputs.mean * target > constants.DECODING_S:
+        """Whether the starting token budget may do better than requests have fared.
+
+        By the model of attainment, where that does not say the same of the budget in force; where that has done worse, there are
+        bursts or stalls that no model knows of. Then, if answers are so short that a few requests soon tell, where larger
+        steps are cheaper, and steps meet the target on average if each holds the prompts that came during the one before.
+        """
+        requests = self._traffic.requests(self._usual.per_second)
+        target = self.target / self._gain.value
+        if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
             return False
-        decodes = int(self._traffic.decodes.quantile(0.5))
+        decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
+        if requests.rate > 0 and self._targets.gap == math.inf:
+            attains = self._attains(decodes, target, requests)
+            better = self._comparison.attained + constants.BETTER
+            if attains(self._ceiling) < better < attains(self.start.token_budget):
+                return True
+        target /= self._learned.bias
         usual = self._step_of(decodes, decodes + int(self._demand.per_second * target))
-        return self._relief > constants.HELPS and usual <= target
+        soon = self._traffic.outputs.mean * target <= constants.DECODING_S
+        return soon and self._relief > constants.HELPS and usual <= target
+
+    def _attains(self, decodes: int, target: float, requests: Requests) -> Callable[[int], float]:
+        """The share of ``requests`` in time, by tokens of a step, ``decodes`` of them decodes. ``target``: s a token."""
+        bias, first = self._learned.bias, self._targets.first
+        return lambda n: attainment(
+            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests
+        )
 
     def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         """What the model says."""
@@ -323,9 +345,10 @@ class PredictiveController:
             if prefill >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
-        gaps = self._traffic.gaps()
+        requests = self._traffic.requests(self._usual.per_second)
+        attains = None if requests is None else self._attains(decodes, target * self._learned.bias, requests)
         size, self._full = full_step(
-            lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full, gaps
+            lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full, attains
         )
         self._beyond = size > self._full
         self._steps.prefill_quantum = size - decodes if self._beyond and gap == math.inf else 0

@@ -72,6 +72,11 @@ class StartComparison:
                 self._ours.clear()
 
     @property
+    def attained(self) -> float:
+        """Share of requests under other knobs than the starting ones that met their targets; 0 before any has ended."""
+        return share(self._ours)
+
+    @property
     def said(self) -> str:
         """The shares, in words."""
         if len(self._starts) < constants.FEW:

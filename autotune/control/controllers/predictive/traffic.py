@@ -6,6 +6,7 @@ import math
 from collections import deque
 
 from autotune.control.controllers.predictive import constants
+from autotune.control.controllers.predictive.attainment_model import Requests
 from autotune.control.controllers.running_statistics import Recent
 from runtime.records import LimitedBy, RequestRecord, StepRecord
 
@@ -67,10 +68,13 @@ class Traffic:
         self.prompts.add(record.prompt_tokens - record.cached_tokens)
         self.outputs.add(record.output_tokens)
 
-    def gaps(self) -> list[float]:
-        """Gaps between the tokens of answers, those with any: the middles of 16 equal shares of the latest ones."""
-        lengths = [self.outputs.quantile((k + 0.5) / 16) for k in range(16)] if len(self.outputs) else []
-        return [length - 1 for length in lengths if length > 1]
+    def requests(self, demand: float) -> Requests | None:
+        """Requests as they came lately, where they ask for so many prompt tokens a second; None before any has ended."""
+        prompts = [max(1.0, tokens) for tokens in self.prompts.middles(constants.SAMPLE)]
+        if not prompts:
+            return None
+        gaps = [tokens - 1 for tokens in self.outputs.middles(constants.SAMPLE) if tokens > 1]
+        return Requests(demand * len(prompts) / sum(prompts), prompts, gaps)
 
     def idle(self) -> bool:
         """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
@@ -80,11 +84,12 @@ class Traffic:
 
 class Demand:
     """Demand in prompt tokens a second: computed, more of them waiting than before, or lost from the queue; with a memory of
-    five seconds. Until so long has passed, the mean so far."""
+    so many ``seconds``. Until so long has passed, the mean so far."""
 
-    __slots__ = ("_last", "_seconds", "_tokens", "_waiting")
+    __slots__ = ("_last", "_memory", "_seconds", "_tokens", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = constants.DEMAND_S) -> None:
+        self._memory = seconds
         self._tokens = self._seconds = 0.0
         self._waiting = 0
         self._last = -math.inf
@@ -95,7 +100,7 @@ class Demand:
         if not 0 <= passed <= constants.GAP_S:
             passed = min(record.end - record.start, constants.GAP_S)
         self._last = record.end
-        keep = math.exp(-passed / constants.DEMAND_S)
+        keep = math.exp(-passed / self._memory)
         self._tokens = (
             keep * self._tokens + record.prefill_tokens * record.steps + record.waiting_tokens - self._waiting
         )

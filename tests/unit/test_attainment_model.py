@@ -1,0 +1,101 @@
+"""What share of requests the attainment model says are in time, against the scheduler itself in virtual time."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from autotune.control.controllers.predictive.attainment_model import Requests, attainment
+from autotune.simulate import SimulatedEngine
+from autotune.workload import Arrival
+from runtime.knobs import Knobs
+from runtime.llm.admission import AdmissionPolicy
+from runtime.records import RequestRecord
+from runtime.slo import SLO
+from runtime.step_model import StepFeatures, StepModel
+
+TTFT, TPOT = 0.5, 0.03
+SECONDS = 400
+PROMPTS, ANSWERS = [400, 900, 1600, 2500, 4600], [6, 12, 20, 35, 60]
+MEAN = sum(PROMPTS) / len(PROMPTS)
+DEAR = 0.010, 0.014, 45e-6
+"""A step of decodes alone, what any prompt adds, and a prompt token, s: 512 tokens take longer than the target."""
+CHEAP = 0.012, 0.0, 60e-6
+
+
+class Steps(StepModel):
+    def __init__(self, costs: tuple[float, float, float]) -> None:
+        self._alone, self._prompt, self._token = costs
+
+    def seconds(self, prompt: int) -> float:
+        return self._alone + (self._prompt if prompt else 0.0) + self._token * prompt
+
+    def predict(self, step: StepFeatures) -> float:
+        return self.seconds(step.prefill_tokens)
+
+
+def served(steps: Steps, rate: float, budget: int) -> tuple[float, int]:
+    """The share of requests in time under a fixed budget, and decodes of a usual step."""
+    dice, at, arrivals = random.Random(1), 0.0, []
+    while (at := at + dice.expovariate(rate)) < SECONDS:
+        arrivals.append(Arrival(at, dice.choice(PROMPTS), dice.choice(ANSWERS)))
+    engine = SimulatedEngine(
+        steps, kv_tokens=10**7, knobs=Knobs(512, 0, budget, budget), prefix_cache=False, max_queue=10**6,
+        admission=AdmissionPolicy(late=None, queue_timeout=None, order=None),
+    )  # fmt: skip
+    records: list[RequestRecord] = []
+    decodes: list[int] = []
+
+    class Listener:
+        def on_request(self, record: RequestRecord) -> None:
+            records.append(record)
+
+        def on_step(self, record: object) -> None:
+            decodes.append(record.decodes)  # type: ignore[attr-defined]
+
+    engine.subscribe(Listener())
+    engine.serve(arrivals)
+    engine.run()
+    slo = SLO(ttft_ms=1e3 * TTFT, tpot_ms=1e3 * TPOT)
+    return sum(slo.met(r) for r in records) / len(records), max(1, sorted(decodes)[len(decodes) // 2])
+
+
+def predicted(steps: Steps, rate: float, budget: int, decodes: int) -> float:
+    requests = Requests(rate, [float(p) for p in PROMPTS], [a - 1.0 for a in ANSWERS])
+    return attainment(lambda n: steps.seconds(n - decodes), decodes, budget - decodes, TPOT, TTFT, requests)
+
+
+@pytest.mark.parametrize("costs", [DEAR, CHEAP], ids=["dear prompts", "cheap prompts"])
+@pytest.mark.parametrize("rate", [1.0, 2.0, 3.0])
+def test_it_says_what_the_scheduler_does_and_prefers_what_is_good(
+    costs: tuple[float, float, float], rate: float
+) -> None:
+    steps, found = Steps(costs), {}
+    for budget in (128, 256, 512, 1024, 2048, 8192):
+        met, decodes = served(steps, rate, budget)
+        found[budget] = met, predicted(steps, rate, budget, decodes)
+    for budget, (met, said) in found.items():
+        print(f"{costs} {rate} {budget:5} met {met:.3f} predicted {said:.3f}")
+    best = max(found, key=lambda budget: found[budget][1])
+    assert found[best][0] >= max(met for met, _ in found.values()) - 0.08
+    assert sum(abs(met - said) for met, said in found.values()) / len(found) < 0.12
+
+
+def test_a_step_within_the_target_leaves_only_the_queue_to_be_late_by() -> None:
+    steps = Steps(CHEAP)
+    requests = Requests(0.01, [100.0], [50.0])
+    assert attainment(lambda n: steps.seconds(n - 4), 4, 200, TPOT, TTFT, requests) == pytest.approx(1.0, abs=1e-6)
+    assert attainment(lambda n: steps.seconds(n - 4), 4, 200, TPOT, 0.001, requests) == 0.0
+    assert attainment(lambda n: steps.seconds(n - 4), 4, 200, TPOT, math.inf, requests) == 1.0
+
+
+def test_decodes_that_take_longer_than_the_target_are_all_late() -> None:
+    assert attainment(lambda n: 0.04 + 1e-5 * n, 8, 512, TPOT, TTFT, Requests(1.0, [500.0], [20.0])) == 0.0
+
+
+def test_beyond_capacity_the_share_falls_with_the_load() -> None:
+    shares = [predicted(Steps(CHEAP), rate, 256, 8) for rate in (4.0, 8.0, 16.0, 32.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < shares[0] / 3
