@@ -17,7 +17,7 @@ from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepModel
 
 TTFT, TPOT = 0.5, 0.03
-SECONDS = 400
+SECONDS = 240
 PROMPTS, ANSWERS = [400, 900, 1600, 2500, 4600], [6, 12, 20, 35, 60]
 MEAN = sum(PROMPTS) / len(PROMPTS)
 DEAR = 0.010, 0.014, 45e-6
@@ -40,7 +40,8 @@ def served(steps: Steps, rate: float, budget: int) -> tuple[float, int]:
     """The share of requests in time under a fixed budget, and decodes of a usual step."""
     dice, at, arrivals = random.Random(1), 0.0, []
     while (at := at + dice.expovariate(rate)) < SECONDS:
-        arrivals.append(Arrival(at, dice.choice(PROMPTS), dice.choice(ANSWERS)))
+        prompt = dice.choice(PROMPTS)
+        arrivals.append(Arrival(at, prompt, dice.choice(ANSWERS), ((len(arrivals), prompt),)))
     engine = SimulatedEngine(
         steps, kv_tokens=10**7, knobs=Knobs(512, 0, budget, budget), prefix_cache=False, max_queue=10**6,
         admission=AdmissionPolicy(late=None, queue_timeout=None, order=None),
@@ -68,7 +69,7 @@ def predicted(steps: Steps, rate: float, budget: int, decodes: int) -> float:
 
 
 @pytest.mark.parametrize("costs", [DEAR, CHEAP], ids=["dear prompts", "cheap prompts"])
-@pytest.mark.parametrize("rate", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_it_says_what_the_scheduler_does_and_prefers_what_is_good(
     costs: tuple[float, float, float], rate: float
 ) -> None:
@@ -76,11 +77,9 @@ def test_it_says_what_the_scheduler_does_and_prefers_what_is_good(
     for budget in (128, 256, 512, 1024, 2048, 8192):
         met, decodes = served(steps, rate, budget)
         found[budget] = met, predicted(steps, rate, budget, decodes)
-    for budget, (met, said) in found.items():
-        print(f"{costs} {rate} {budget:5} met {met:.3f} predicted {said:.3f}")
     best = max(found, key=lambda budget: found[budget][1])
-    assert found[best][0] >= max(met for met, _ in found.values()) - 0.08
-    assert sum(abs(met - said) for met, said in found.values()) / len(found) < 0.12
+    assert found[best][0] >= max(met for met, _ in found.values()) - 0.03
+    assert sum(abs(met - said) for met, said in found.values()) / len(found) < 0.08
 
 
 def test_a_step_within_the_target_leaves_only_the_queue_to_be_late_by() -> None:
