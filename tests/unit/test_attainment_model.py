@@ -98,3 +98,15 @@ def test_beyond_capacity_the_share_falls_with_the_load() -> None:
     shares = [predicted(Steps(CHEAP), rate, 256, 8) for rate in (4.0, 8.0, 16.0, 32.0)]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < shares[0] / 3
+
+
+def test_no_traffic_no_time_and_long_answers_are_borne() -> None:
+    seconds = Steps(DEAR).seconds
+    assert attainment(lambda n: seconds(n - 8), 8, 512, TPOT, TTFT, Requests(0.0, [500.0], [20.0])) == 1.0
+    assert attainment(lambda n: 0.0, 8, 512, TPOT, TTFT, Requests(1.0, [500.0], [20.0])) == 1.0
+    few, many = (
+        attainment(lambda n: seconds(n - 8), 8, 2048, TPOT, math.inf, Requests(rate, [2048.0], [50_000.0]))
+        for rate in (2.0, 7.0)
+    )
+    assert few == 1.0  # a mean gap of 12 ms, surely; and of 37
+    assert many == 0.0

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 from autotune.control.controllers.predictive import constants
 
+_MANY = 200.0  # runs; e to the minus that many is still a number
+
 
 class Requests(NamedTuple):
     """As they come: ``rate`` a second, with ``prompts``, tokens to compute of each, and answers of so many ``gaps``."""
@@ -52,12 +54,14 @@ def attainment(
         took = seconds(decodes + int(min(chunk, mean / per_prompt)))
         load = rate * per_prompt * took
         busy = min(constants.BUSY, load)
-    served = min(1.0, constants.BUSY / load) if load > 0 else 1.0
+    if not busy > 0:
+        return 1.0  # nothing comes, or a step takes no time
+    served = min(1.0, constants.BUSY / load)
     rate *= served
     idle_step = seconds(decodes) if decodes else 0.0
     varied = fmean(k * k for k in alone) / mean_alone**2  # 1 + v²
     slow = 0.0
-    if took > tpot and gaps and decodes:
+    if took > tpot and gaps and idle_step > 0:
         gap = 1 / (rate * per_prompt + (1 - busy) / idle_step)
         left, longer = tpot - idle_step, took - idle_step
         behind = busy + busy * busy * varied / (2 * (1 - busy))
@@ -81,6 +85,8 @@ def _slow(gaps: float, bears: float, busy: float, first: float, each: float, oft
     """
     at_once = busy * first * (1 - math.exp(-gaps / first))
     mean = often * max(0.0, gaps - at_once) / each  # runs that come later
+    if mean > _MANY:  # so many that they come to their mean
+        return float(at_once + mean * each > bears)
     chance = math.exp(-mean)  # of none of them
     too_many = fewer = 0.0
     runs = 0
