@@ -28,8 +28,6 @@ from typing import NamedTuple
 
 from autotune.control.controllers.predictive import constants
 
-_MANY = 200.0  # runs; e to the minus that many is still a number
-
 
 class Requests(NamedTuple):
     """As they come: ``rate`` a second, with ``prompts``, tokens to compute of each, and answers of so many ``gaps``."""
@@ -85,7 +83,7 @@ def _slow(gaps: float, bears: float, busy: float, first: float, each: float, oft
     """
     at_once = busy * first * (1 - math.exp(-gaps / first))
     mean = often * max(0.0, gaps - at_once) / each  # runs that come later
-    if mean > _MANY:  # so many that they come to their mean
+    if mean > constants.RUNS:  # so many that they come to their mean
         return float(at_once + mean * each > bears)
     chance = math.exp(-mean)  # of none of them
     too_many = fewer = 0.0

@@ -76,3 +76,4 @@ AGAIN_S = 60.0  # after drafts were given up, one is tried again
 GAP_S = 60.0  # a pause longer than that says nothing of the load before it
 LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumped
 LEAST_RATIO = 1e-9  # of actual to predicted time, so that it has a logarithm, whatever a record claims
+RUNS = 200.0  # busy periods of the queue model beyond which they come to their mean; e to the minus that many is still a number
