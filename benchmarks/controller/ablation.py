@@ -136,6 +136,10 @@ def _no_start(it: Any) -> None:
     it._least = _always(1)
 
 
+def _no_tiles(it: Any) -> None:
+    it._steps.tile = 1
+
+
 def _no_trial(it: Any) -> None:
     it._worth_trying = _always(False)
 
@@ -151,6 +155,7 @@ PARTS: Mapping[str, Callable[[Any], None]] = {
     "the queue's say against slack": _no_queue,
     "comparison with the start": _no_comparison,
     "trials of the start": _no_trial,
+    "whole tiles": _no_tiles,
     "no cut while the speed changes": _no_start,
 }
 """By name, what takes each out of a controller that has just been made."""

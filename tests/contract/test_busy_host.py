@@ -106,13 +106,16 @@ def served(
 
 @pytest.mark.parametrize(
     ("name", "rate"),
-    slow_but_for((("bursts of 3 s", 12), ("shared cores", 5), ("any step", 5)), itertools.product(NEIGHBOURS, (5, 12))),
+    slow_but_for(
+        (("bursts of 0.5 s", 12), ("shared cores", 5), ("any step", 5)), itertools.product(NEIGHBOURS, (5, 12))
+    ),
 )
 def test_a_busy_host_costs_no_batch_and_no_goodput(name: str, rate: float) -> None:
     """The batch stays above what the starting knobs ran at once (a burst of seconds is another machine, and may shrink it, but
-    not to nothing); fallback takes nothing from the starting knobs; goodput is theirs."""
+    not to nothing); fallback takes nothing from the starting knobs; goodput is theirs. (Of bursts as long as queues are, a
+    seed may bring 10% either way.)"""
     ours = alone = 0
-    for seed in (1, 2, 3, 4):
+    for seed in range(1, 17 if name == "bursts of 3 s" else 5):
         records, at_once, _ = served(NEIGHBOURS[name](seed), rate, seed, "static")
         alone += attainment(records, CHAT).met
         records, _, decisions = served(NEIGHBOURS[name](seed), rate, seed, "predictive")

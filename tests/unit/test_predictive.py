@@ -10,6 +10,7 @@ import pytest
 
 from autotune import control
 from autotune.control.controllers.predictive import PredictiveController
+from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO, attainment
@@ -242,3 +243,21 @@ def test_target_is_the_tightest_of_tpot_and_itl() -> None:
     made = PredictiveController(SLO(tpot_ms=50, itl_ms=20), VLLM)
     assert made.target == pytest.approx(0.02)
     assert PredictiveController(SLO(ttft_ms=50), VLLM).target == math.inf
+
+
+@pytest.mark.parametrize("budgeted", [True, False], ids=["budgets", "knobs"])
+def test_requests_from_before_a_change_of_the_slo_teach_nothing_of_the_new_one(budgeted: bool) -> None:
+    """They were served by longer steps, on purpose: all of them miss the new TPOT, and steps would shrink for that."""
+    engine = SimulatedEngine(h200, knobs=Knobs(256, 0, 8192, 8192))
+    loose = SLO(ttft_ms=2000, tpot_ms=100)
+    controller = PredictiveController(loose, engine.knobs)
+    gains: list[float] = []
+    with control(engine, slo=loose, controller=controller if budgeted else KnobsOnly(controller)):
+        for offered in poisson(30, 18, 1500, 200, seed=1):
+            engine.run_until(offered[0])
+            if offered[0] > 15:
+                if not gains:
+                    engine.set_slo(SLO(ttft_ms=2000, tpot_ms=20))
+                gains.append(controller._gain.value)
+            engine.offer_now(offered)
+    assert len(gains) > 60 and min(gains) > 0.9

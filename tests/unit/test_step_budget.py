@@ -30,8 +30,10 @@ def learned() -> StepLearner:
     return learner
 
 
-def made() -> StepBudget:
-    return StepBudget(TrustedModel(learned()), Traffic(), SLOTargets({"default": TARGET}), FeedbackGain())
+def made(tile: int = 1) -> StepBudget:
+    steps = StepBudget(TrustedModel(learned()), Traffic(), SLOTargets({"default": TARGET}), FeedbackGain())
+    steps.tile = tile
+    return steps
 
 
 def view(
@@ -111,3 +113,12 @@ def test_a_step_spends_half_of_what_the_tightest_request_is_ahead(
     n = steps.budget(view(slack, oldest=queue[0], tokens=queue[1])) - 10
     granted = h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2))
     assert granted == pytest.approx(seconds, rel=0.06)
+
+
+@pytest.mark.parametrize("changes", [0.0, 2.0], ids=["steady", "the speed keeps changing"])
+def test_a_step_holds_whole_tiles_unless_the_speed_keeps_changing(changes: float) -> None:
+    steps, exact = made(tile=256), made()
+    steps._learned.unsteady = changes
+    granted, most = steps.budget(view(0.03)), exact.budget(view(0.03))
+    assert most > 512 and most % 256 > 0
+    assert granted == (most if changes else most // 256 * 256)

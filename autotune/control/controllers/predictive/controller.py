@@ -52,7 +52,7 @@ from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
-from autotune.control.controllers.predictive.step_size import Chunks, full_step
+from autotune.control.controllers.predictive.step_size import Chunks, full_step, whole_tiles
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.protocol import Proposal
@@ -93,6 +93,9 @@ class PredictiveController:
         self._beyond = False  # whether steps exceed the target to carry the load
         self._full = 8192  # tokens of a step that meets the target, as of the last decision
         self._decided = math.inf  # when it last did
+        self._judged_from = (
+            -math.inf
+        )  # arrivals that the SLO in force was decided for; inf: nothing was decided for it yet
 
     @property
     def model(self) -> StepLearner:
@@ -108,6 +111,7 @@ class PredictiveController:
         if self._targets.change(slos):
             self._gain.clear()
             self._comparison = StartComparison()
+            self._judged_from = math.inf
 
     def budgets_apply(self, applied: bool) -> None:
         self._budgeted = applied
@@ -137,7 +141,7 @@ class PredictiveController:
     def _feed_back(self, record: RequestRecord) -> None:
         """Move the gain by what became of a completed request."""
         slo, targets = self._targets.of(record.request_class), self._targets.targets(record.request_class)
-        if slo is None or targets is None or record.tpot is None:
+        if slo is None or targets is None or record.tpot is None or record.arrival < self._judged_from:
             return
         gaps = not self._budgeted and targets.itl < math.inf  # nothing else holds a single step then
         if not (targets.tpot < math.inf or gaps):
@@ -182,6 +186,8 @@ class PredictiveController:
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         proposal = self._solve(now, knobs, limits)
+        if self._judged_from == math.inf:
+            self._judged_from = now
         if self._drafting is not None:
             proposal = self._with_drafts(self._drafting, proposal, now, knobs, limits)
         if self._budgeted:
@@ -214,9 +220,9 @@ class PredictiveController:
     def _worth_trying(self) -> bool:
         """Whether the starting token budget may do better than requests have fared.
 
-        By the model of attainment, where that does not say the same of the budget in force; where that has done worse, there are
-        bursts or stalls that no model knows of. Then, if answers are so short that a few requests soon tell, where larger
-        steps are cheaper, and steps meet the target on average if each holds the prompts that came during the one before.
+        By the model of attainment, where that says less of the budget in force; where that has done worse, there are bursts or
+        stalls that no model knows of. Then, if answers are so short that a few requests soon tell, where larger steps are
+        cheaper, and steps meet the target on average if each holds the prompts that came during the one before.
         """
         requests = self._traffic.requests(self._usual.per_second)
         target = self.target / self._gain.value
@@ -226,8 +232,8 @@ class PredictiveController:
         alike = len(set(self._targets.firsts.values())) == 1  # it knows of one TTFT, and of no chunks that classes need
         if alike and requests.rate > 0 and self._targets.gap == math.inf:
             attains = self._attains(decodes, target, requests)
-            better = self._comparison.attained + constants.BETTER
-            if attains(self._ceiling) < better < attains(self.start.token_budget):
+            known = max(self._comparison.attained, attains(self._ceiling))
+            if attains(self.start.token_budget) > known + constants.BETTER:
                 return True
         target /= self._learned.bias
         usual = self._step_of(decodes, decodes + int(self._demand.per_second * target))
@@ -273,7 +279,10 @@ class PredictiveController:
             )
             budget = max(budget, decodes + int(min(prefill, 1e9)), batch)
         least = self.start.token_budget if self._unsteady else constants.FLOOR
-        budget = min(limits.token_budget, max(least, budget))
+        budget = max(least, budget)
+        if not self._budgeted:  # else each step is rounded by itself
+            budget = whole_tiles(budget, decodes, self._steps.tile)
+        budget = min(limits.token_budget, budget)
         chunk = min(limits.chunk_size, budget)
         why = self._why(budget, batch, limits.token_budget, _ms(target))
         if not (self._budgeted or self._beyond):

@@ -5,9 +5,10 @@ actual/predicted, m its 90% quantile and τ the TPOT target: the largest P with 
 shares out what the tightest decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts
 would then miss their TTFT: then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is
 what it needs in reserve; a gap is a single step.) Where an E2E target asks for shorter steps than any TPOT does,
-being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count.
+being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
+down to whole tiles (:func:`.step_size.whole_tiles`).
 
-Where prompts had better come together (:mod:`.full_step` says when, and of what size n), a step holds n
+Where prompts had better come together (:mod:`.step_size` says when, and of what size n), a step holds n
 prompt tokens if the slack pays for all of it, and else none: half a prefill_quantum costs nearly as much as a whole one.
 
 Units: seconds, tokens. Failure mode: a model that is wrong for some steps only; slack then corrects what it cannot know, a few
@@ -20,6 +21,7 @@ import math
 
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain
+from autotune.control.controllers.predictive.step_size import whole_tiles
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.targets import SLOTargets
@@ -37,6 +39,7 @@ class StepBudget:
         )
         self._rate = 0.0
         self._prompts_per_step = 1
+        self.tile = constants.TILE
         self.prefill_quantum = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
 
@@ -79,7 +82,10 @@ class StepBudget:
         if allowed == math.inf:
             return top
         prefill = self._most_prefill(view, allowed)
-        return top if prefill >= top else min(top, decodes + max(0, int(prefill)))
+        if prefill >= top:
+            return top
+        tokens = decodes + max(0, int(prefill))
+        return min(top, tokens if learned.unsteady > 1 else whole_tiles(tokens, decodes, self.tile))
 
     def _feasible(self, view: SchedulerView) -> SchedulerView:
         """Without the targets, and the slack, of decodes that no step is short enough for."""
