@@ -171,6 +171,8 @@ def test_a_seed_gives_the_same_tokens_in_any_company(small: SmallModel, engine: 
     assert one == small.references[0]
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_a_preset_by_name() -> None:
     with Engine("tiny", dtype="float32", kv_tokens=512, max_model_len=300, threads=1) as engine:
         assert engine.model.name == "tiny" and engine.kv_tokens == 512

@@ -128,6 +128,8 @@ def three_rounds(bench: Bench) -> dict[tuple[str, str], Compared]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_in_virtual_time_the_simulation_is_the_machine() -> None:
     """What is left is what a calibration of ten seconds knows of the machine, at the loads and in the tails, too."""
     bench = Bench(in_virtual_time(KV_TOKENS), in_virtual_time(TIGHT_KV_TOKENS), FACTS, 6.0, 0)

@@ -313,6 +313,8 @@ async def test_long_texts_are_tokenised_aside(live: tuple[Api, str], engine: Eng
     assert threading.active_count() < 50
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_a_hundred_requests_leave_nothing(engine: Engine, live: tuple[Api, str]) -> None:
     """Requests one after the other over one connection: no request, block or open answer stays behind."""
     with httpx.Client(base_url=live[1], timeout=60) as client:

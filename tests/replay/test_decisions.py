@@ -118,6 +118,8 @@ def test_a_live_run_replays_in_another_process(
         assert other.replay(tmp_path / "run.gz", controller) == live
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_a_live_run_of_an_engine_with_graphs_replays_in_another_process(
     tmp_path: Path, elsewhere: list[Elsewhere]
 ) -> None:

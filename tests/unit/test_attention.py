@@ -65,6 +65,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_prompts_of_many_lengths_ask_for_few_products() -> None:
     """oneDNN prepares each it has not met."""
     with Products() as seen:

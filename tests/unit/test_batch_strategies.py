@@ -242,6 +242,7 @@ def test_calls_that_slow_one_another_down_are_kept_apart(load: float) -> None:
     assert share(ours, SLO_400) >= share(plain, SLO_400)
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_disturb_one_another_are_all_used() -> None:
     served = run(core_of(Adaptive(), slo=SLO_400, workers=3), poisson(2.4 * CAPACITY, 20, 25))
     assert share(served, SLO_400) >= 0.995

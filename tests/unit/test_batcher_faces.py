@@ -103,6 +103,7 @@ def test_map_keeps_the_order_or_gives_what_is_ready() -> None:
         assert list(b.map([])) == []
 
 
+@pytest.mark.slow
 def test_map_gives_out_every_item_once_while_calls_end_all_the_time() -> None:
     """Results come from another thread at any moment, also while the ones before them are being collected."""
     with Batcher(double, max_batch_size=32) as b:

@@ -112,6 +112,7 @@ def test_a_shortage_that_has_passed_is_forgotten() -> None:
     assert device.knobs[0] == 32 and device.failures == 7
 
 
+@pytest.mark.slow
 def test_a_limit_that_stays_is_run_into_ever_more_rarely() -> None:
     device = Device(lambda costs: len(costs) <= 10)
     device.call(*[1] * 32)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.engine import KINDS, OUTPUT, Peer, alternated, cases, make_prompts, measure, ratio, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "low", "high", "average"), [("short", 8, 768, 132), ("even", 8, 256, 132), ("long", 256, 768, 512)]
 )

@@ -93,6 +93,7 @@ def test_a_noiseless_machine_is_known_after_two_rounds() -> None:
     assert engine.view().running == engine.view().waiting == 0
 
 
+@pytest.mark.slow
 def test_noise_and_stalls_are_seen_through_within_the_time() -> None:
     hardware = Formula(noise=0.03, stalls=0.02)
     engine = machine(hardware)

@@ -313,6 +313,7 @@ def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
     assert (paired.stage, paired.batcher_setting, paired.score) == ("simulation", ONE_AT_A_TIME, run.score)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_items")
 def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile_says_how_sure_it_is() -> None:
     class Misjudged(Tireless):

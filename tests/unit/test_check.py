@@ -157,6 +157,7 @@ def test_what_changed_is_named(facts: CostFacts, hardware: Any, regions: set[str
     assert found.sentence.count(how) == len(regions) and "than the profile; to renew it, " in found.sentence
 
 
+@pytest.mark.slow
 def test_the_threshold_says_what_matters(facts: CostFacts) -> None:
     def slower(step: StepFeatures) -> float:
         return 1.07 * slow_cpu(step)
@@ -251,6 +252,7 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
     assert held / 4000 == pytest.approx(1 - 2 * 12 / 2**11, abs=0.006)  # fewer than two of eleven on one side
 
 
+@pytest.mark.slow
 def test_regions_are_called_as_the_calibration_calls_them(facts: CostFacts) -> None:
     there = engine(slow_cpu, 0.0)
     seen: dict[tuple[int, ...], str] = {}

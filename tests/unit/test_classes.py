@@ -339,6 +339,7 @@ def said_by(one: Section) -> str:
     return "\n".join(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_model", [True, False])
 def test_the_page_of_a_run_for_the_lowest_mean_e2e(
     lowest_mean: tuple[Findings, KeepingReporter, Profile],

@@ -162,6 +162,7 @@ def test_rounds_share_their_arrivals_and_keep_the_better_half(machine: Machine, 
     assert len({r.turn.prompts for case in chosen for r in made.results(case)}) == 14
 
 
+@pytest.mark.slow
 def test_a_round_that_was_cut_short_is_left_out_and_failures_are_named(
     machine: Machine, loads: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

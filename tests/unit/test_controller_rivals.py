@@ -150,6 +150,7 @@ class TestConstants:
         found = gradient.decide(0.0, COLD, KnobLimits(2048, 1000, 16384, 16384))
         assert found.knobs == COLD.with_(token_budget=8292, chunk_size=8292)
 
+    @pytest.mark.slow
     def test_every_draw_makes_a_contender(self) -> None:
         dice = random.Random(5)
         for base, ranges in RANGES.items():

@@ -160,6 +160,7 @@ def test_a_fault_that_has_passed_is_forgotten() -> None:
     w.drain()
 
 
+@pytest.mark.slow
 def test_a_shortage_that_stays_is_run_into_ever_more_rarely() -> None:
     w = World(kv_blocks=4000)
     w.core.set_knobs(Knobs(16, 0, 64, 64))

@@ -66,6 +66,7 @@ def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str,
     assert outputs == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3", pytest.param("llama", marks=SLOW)])
 def test_a_layer_is_nine_launches(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels and PyTorch's: four products, two sums with norms, rotation with the write, attention, gate. No context is long

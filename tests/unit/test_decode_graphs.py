@@ -85,6 +85,7 @@ def test_steps_with_drafts_run_beside_recorded_ones(overlaps: bool) -> None:
     assert len(recorder.replayed) + sum(step.drafted > 0 for step in heard) <= len(heard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "overlaps", "counts"),
     [

@@ -39,6 +39,7 @@ def test_it_is_the_sampler_of_cuda() -> None:
     assert CUDA.sampler is KernelSampler
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_where_one_token_is_left_it_is_the_same_and_so_are_log_probabilities(dtype: torch.dtype) -> None:
     logits = logits_of(len(CERTAIN), seed=1).to(dtype)

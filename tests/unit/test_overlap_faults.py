@@ -65,6 +65,7 @@ def test_whatever_fails_the_others_get_what_had_to_come(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_long_life_of_faults(overlaps: bool) -> None:
     """Every kind of them, often enough to meet every other event."""

@@ -57,6 +57,7 @@ def test_step_times_scatter_in_the_search_and_in_paired_simulations() -> None:
     assert noisy.paired(measured).score.steps.p99_ms > 1.5 * even.paired(measured).score.steps.p99_ms
 
 
+@pytest.mark.slow
 def test_what_serving_adds_to_each_step_is_in_the_search_and_in_paired_simulations() -> None:
     facts = h200().facts.model_copy(update={"serving_overhead_s": 5e-3})
     more, less = (Simulator.of(type(h200())(f), machine(), question().workload, setup()) for f in (facts, h200().facts))
@@ -104,6 +105,7 @@ def test_one_bad_minute_is_not_the_speed() -> None:
     assert speed_of(cost, runs) == pytest.approx(0.99)
 
 
+@pytest.mark.slow
 def test_a_fit_to_what_was_served_is_taken_where_settings_disagree_and_it_makes_them_agree() -> None:
     """Steps of many decodes take a fifth longer than the calibration said: two settings show two speeds of one machine."""
     cost = h200()

@@ -224,6 +224,7 @@ def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> N
     assert search.best({best.label: best}, {"again": best.knobs}) == (best, 1, True)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_stopped_has_the_best_so_far() -> None:
     knobs = {"first": Knobs(2, 0, 1024, 512), "better": Knobs(8, 0, 1024, 512), "best": Knobs(64, 0, 1024, 512)}
     plain = Search.of(scenario(), (0,), 100)

@@ -78,6 +78,7 @@ def test_what_a_dead_process_was_measuring_is_measured_by_who_waits(shared: Shar
     assert noted(log) == ["begin 0", "begin 0", "end 0"]
 
 
+@pytest.mark.slow
 def test_a_claim_without_any_sign_of_life_is_given_up(shared: SharedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine died in the moment between. Optuna looks at trials only that have a heartbeat."""
     with open_study(shared, IDENTITY) as study:
@@ -202,6 +203,7 @@ def test_measured_once_whatever_happens(shared: SharedStorage, tmp_path: Path, k
         assert (study.count("n"), study.count("n"), study.count("m")) == (0, 1, 0)
 
 
+@pytest.mark.slow
 def test_other_questions_have_other_names_or_are_refused(shared: SharedStorage) -> None:
     other = IDENTITY | {"slo": "ttft=1s"}
     assert study_name("tiny", IDENTITY) == study_name("tiny", dict(reversed(IDENTITY.items())))

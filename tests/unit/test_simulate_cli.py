@@ -132,6 +132,7 @@ def test_the_cheapest_setting_of_another_machine_is_searched_for(path: str, caps
     assert found["cheapest"]["tried"] > len(known)
 
 
+@pytest.mark.slow
 def test_bandwidth_that_cannot_act_on_the_weights_is_said(
     path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +245,7 @@ def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.Capture
         assert words in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("capacity", path, "--workload", EVEN, "--token-budget", "512")
     whole = told(capsys, *options)["settings"][0]["capacity"]
@@ -265,6 +267,7 @@ def beside(profile: Profile, path: Path, capsys: pytest.CaptureFixture[str]) -> 
     return flat(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_measurement_is_held_against_several_draws_of_the_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,7 @@ def test_watching_ends_cleanly_with_ctrl_c(attached: Control, as_json: bool) -> 
     assert not attached.status().ended
 
 
+@pytest.mark.slow
 def test_watching_ends_with_the_controller(attached: Control) -> None:
     process = watching()
     assert process.stdout is not None

@@ -52,6 +52,7 @@ def _die_in_a_measurement(journal: Path) -> None:
         study.measured("1", lambda: os._exit(9))  # no handler, no clean-up: as if killed
 
 
+@pytest.mark.slow
 def test_a_measurement_cut_short_by_death_is_made_again(journal: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_die_in_a_measurement, args=(journal,))
     process.start()

@@ -25,6 +25,7 @@ def gaps_of(process, n: int, seed: int = 0):
     return np.array(list(islice(process.gaps(np.random.default_rng(seed)), n)))
 
 
+@pytest.mark.slow
 def test_fit_recovers_a_known_process() -> None:
     gaps = gaps_of(TRUTH, 4000)
     fit = fit_process(gaps, 2)
@@ -36,6 +37,7 @@ def test_fit_recovers_a_known_process() -> None:
     assert fit.log_likelihood >= log_likelihood(TRUTH, gaps) - 1  # the likeliest cannot be less likely than the truth
 
 
+@pytest.mark.slow
 def test_more_states_are_never_much_less_likely_and_one_is_the_gamma_fit() -> None:
     gaps = gaps_of(Gamma(2.0, 1.5), 1500)
     one, two = fit_process(gaps, 1), fit_process(gaps, 2)

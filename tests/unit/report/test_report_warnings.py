@@ -55,6 +55,7 @@ def test_a_simulation_where_nothing_meets_the_slo_says_nothing_of_knobs(evidence
     assert "No simulated request meets the SLO at the choice itself" in at_choice.title
 
 
+@pytest.mark.slow
 def test_knobs_are_turned_at_the_speed_the_machine_served_at(evidence: Evidence) -> None:
     slow, facts, chosen = slower(evidence, 0.1), evidence.profile.simulation, evidence.recommended
     assert facts is not None
