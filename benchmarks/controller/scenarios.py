@@ -173,7 +173,8 @@ MEASURED = (
     Scenario("G8", "Llama-3-8B on RTX 4090, graphs, conv mlperf 0.6, 1.2, 0.8", measured("rtx4090-llama3-8b", ALL),
              _steps(120, one("conv", "mlperf"), 0.6, 1.2, 0.8)),
 )  # fmt: skip
-"""Every GPU and model of :mod:`benchmarks.gpu_truth`, half of them with graph padding and slow mixed steps. Never tuned on."""
+"""Every GPU and model of :mod:`benchmarks.gpu_truth`, half of them with graph padding and slow mixed steps. What was
+chosen with them in sight, the constants of the predictive controller say."""
 
 
 def _variant(base: str, suffix: str, about: str, noise: float = 0.0, stalls: float = 0.0) -> Scenario:
