@@ -39,7 +39,7 @@ class StepBudget:
         )
         self._rate = 0.0
         self._prompts_per_step = 1
-        self.tile = constants.TILE
+        self.tile = constants.TILE  # tokens; 1: steps of any number
         self.prefill_quantum = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
 
