@@ -93,9 +93,8 @@ class PredictiveController:
         self._beyond = False  # whether steps exceed the target to carry the load
         self._full = 8192  # tokens of a step that meets the target, as of the last decision
         self._decided = math.inf  # when it last did
-        self._judged_from = (
-            -math.inf
-        )  # arrivals that the SLO in force was decided for; inf: nothing was decided for it yet
+        # Requests that came before teach nothing of the SLO in force; inf: nothing was decided for it yet.
+        self._judged_from = -math.inf
 
     @property
     def model(self) -> StepLearner:
