@@ -2,7 +2,7 @@
 
 A contender is something that sets knobs, its *base*, with the layers up to one of :data:`LAYERS`. A layer is the same thing for
 all of them: one deadline order, and one early rejection whose prefill rate is measured where a controller names none. Steps of
-all that choose a number of tokens hold whole tiles (:class:`WholeTiles`).
+all that choose a number of tokens hold whole tiles (:mod:`autotune.control.controllers.tiles`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from autotune.control.controllers.bisection import BisectionController
 from autotune.control.controllers.gradient import GradientController
 from autotune.control.controllers.length_table import LengthTableController
 from autotune.control.controllers.predictive import PredictiveController
-from autotune.control.controllers.predictive.step_size import whole_tiles
-from autotune.control.controllers.protocol import Budgeted, Controller, Proposal
+from autotune.control.controllers.protocol import Budgeted, Controller
 from autotune.control.controllers.registry import maker
 from autotune.control.loop import Control
 from autotune.engines import Engine
@@ -29,7 +28,7 @@ from benchmarks.controller.constants import Constants, constants_of
 from benchmarks.controller.rivals import Niyama, PPas
 from benchmarks.controller.run import FCFS, Driver
 from benchmarks.controller.scenarios import COLD
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.ordering import Hybrid
 from runtime.slo import SLO
@@ -84,29 +83,6 @@ class KnobsOnly:
         return getattr(self._inner, name)
 
 
-class WholeTiles:
-    """A rival whose steps hold whole tiles, as ours do: what it sets ``token_budget`` to, and its budget of a step, are rounded
-    by the same rule. It goes on from what it wanted, not from what became of it."""
-
-    def __init__(self, inner: Controller) -> None:
-        self._inner = inner
-
-    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
-        proposal = self._inner.decide(now, knobs, limits)
-        wanted = proposal.knobs
-        if wanted.token_budget in (knobs.token_budget, limits.token_budget):
-            return proposal
-        budget = whole_tiles(wanted.token_budget, 0)
-        return proposal._replace(knobs=wanted.with_(token_budget=budget, chunk_size=min(wanted.chunk_size, budget)))
-
-    def budget(self, view: SchedulerView) -> int:
-        budget = self._inner.budget(view)
-        return budget if budget >= view.knobs.token_budget else whole_tiles(budget, view.decoding)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 class Algorithm(NamedTuple):
     """Something that sets knobs or budgets. ``layers``: those it has; ``named``: the one that its bare name stands for, which
     has a column in the tables by scenario."""
@@ -147,8 +123,6 @@ def attach(
     make = maker(partial(algorithm.made, **own), algorithm.about)
     facts = engine.facts
     made = make(slo, engine.knobs, facts.kv_tokens, facts.block_size, warm_model(None, facts.graph_sizes))
-    if algorithm.made is not PredictiveController:
-        made = WholeTiles(made)
     chosen = KnobsOnly(made) if layer == "knobs" else made
     return control(engine, slo=slo, controller=chosen, admission=policy, interval_s=constants.get("interval_s", 0.25))
 

@@ -1,7 +1,8 @@
 """Rivals from papers that are no products of ours: how they set the budget of a step, and in which order prompts come.
 
 Each is written from its description; what stands in their place here is said. They start from the cold knobs and leave those
-alone: what they have is a budget for each step, and, of Niyama, an order and what becomes of those that are late.
+alone: what they have is a budget for each step, in whole tiles as all have them, and, of Niyama, an order and what becomes of
+those that are late.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 
 from autotune.control.controllers.static import StaticController
+from autotune.control.controllers.tiles import step_of_whole_tiles
 from runtime.knobs import Knobs
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner
@@ -35,9 +37,8 @@ class PPas(StaticController):
         self._cap = cap
 
     def budget(self, view: SchedulerView) -> int:
-        top = view.knobs.token_budget
         pressed = view.waiting + view.prefilling >= 2 and view.decoding > 0
-        return min(top, max(self._cap, view.decoding)) if pressed else top
+        return step_of_whole_tiles(max(self._cap, view.decoding), view) if pressed else view.knobs.token_budget
 
 
 class Niyama(StaticController):
@@ -81,4 +82,4 @@ class Niyama(StaticController):
             seconds = view.decode_slack / self._margin
             prefill = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
             total = min(view.decoding + prefill, total)
-        return min(top, max(int(total), _LEAST_TOKENS, view.decoding))
+        return step_of_whole_tiles(max(int(total), _LEAST_TOKENS, view.decoding), view)

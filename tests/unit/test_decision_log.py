@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.tiers import slow_but_for
 from tests.unit.control_world import SimulatedEngine, h200, poisson
+from tests.waiting import until
 
 KNOBS = Knobs().as_dict()
 
@@ -49,15 +48,6 @@ def pipe(tmp_path: Path) -> Path:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     return path
-
-
-def until(what: Callable[[], bool]) -> None:
-    """Wait until ``what()`` is true."""
-    for _ in range(3000):
-        if what():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never was")
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["nobody opened it", "it is full"])

@@ -60,13 +60,14 @@ def test_aimd_goes_a_tenth_back_above_the_target_and_64_up_below_it() -> None:
     assert decide(made).regime == "learning"
     slow = decide(made, step(15), step(27))  # 21 ms on average
     assert (slow.regime, made.limit) == ("decrease", 1800)
-    assert slow.knobs == Knobs(256, 0, 1800, 1800), "waiting gains nothing, the rest is as it was"
+    assert slow.knobs == Knobs(256, 0, 1536, 1536), "in whole tiles; waiting gains nothing, the rest is as it was"
     fast = decide(made, step(19))
     assert (fast.regime, made.limit) == ("increase", 1864)
     assert decide(made, step(19, limited=LimitedBy.DEMAND)).regime == "hold" and made.limit == 1864
     busy = decide(made, step(19, prefill=1000, limited=LimitedBy.DEMAND))
     assert busy.regime == "increase", "half of the limit is in use"
-    assert made.budget(view(8192, 4)) == made.limit == 1928 and made.budget(view(1000, 4)) == 1000
+    assert made.limit == 1928
+    assert made.budget(view(8192, 4)) == 1536 and made.budget(view(1000, 4)) == 1000
     assert "target 20" in busy.cause and busy.evidence["step_ms"] == 19
 
 
@@ -131,15 +132,17 @@ def test_bisection_by_hand() -> None:
     assert inside.knobs.max_batch_size == 75
 
 
-@pytest.mark.parametrize("knob", ["max_batch_size", "token_budget"])
-def test_bisection_finds_what_fits(knob: str) -> None:
-    """Steps of n take 4 + n/10 ms: 160 take the 20 that are SLOd."""
+@pytest.mark.parametrize(("knob", "fits"), [("max_batch_size", 160), ("token_budget", 256)])
+def test_bisection_finds_what_fits(knob: str, fits: int) -> None:
+    """Steps of so many take the 20 ms of the SLO, others 4 ms and as much more as they are."""
     made = BisectionController(TARGET, START, knob=knob)  # type: ignore[arg-type]
     size = 256
     for _ in range(60):
         prefill = 0 if knob == "max_batch_size" else max(0, size - 20)
-        size = int(getattr(decide(made, step(4 + size / 10, decodes=size - prefill, prefill=prefill)).knobs, knob))
-    assert size == pytest.approx(160, rel=0.06)
+        size = int(
+            getattr(decide(made, step(4 + 16 * size / fits, decodes=size - prefill, prefill=prefill)).knobs, knob)
+        )
+    assert size == pytest.approx(fits, rel=0.06)
     assert decide(BisectionController(SLO(ttft_ms=1), START)).knobs.token_budget == 8192, "nothing bounds a step"
 
 

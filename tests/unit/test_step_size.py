@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from autotune import control
-from autotune.control.controllers.predictive import PredictiveController
-from autotune.control.controllers.predictive.step_size import full_step, whole_tiles
+from autotune.control.controllers.predictive.step_size import full_step
 from autotune.control.controllers.predictive.traffic import Demand
-from benchmarks.controller.contenders import KnobsOnly
-from runtime.knobs import Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
-from runtime.slo import SLO, attainment
-from runtime.step_model import StepFeatures
-from tests.unit.control_world import SimulatedEngine, poisson
 
 LINEAR = 0.002, 25e-6  # s, s a token
 TOP = 8192
@@ -126,47 +117,3 @@ def lost(tokens: int) -> RequestRecord:
     return RequestRecord(
         "r", 0.0, None, 1.0, (), tokens, 0, 0, 0, FinishReason.REJECTED, "default", "", 0, -1, 0, "queue_timeout"
     )  # fmt: skip
-
-
-class TestWholeTiles:
-    @pytest.mark.parametrize(
-        ("tokens", "decodes", "whole"),
-        [
-            (40, 0, 40),
-            (64, 0, 64),
-            (100, 0, 96),
-            (605, 3, 512),
-            (800, 0, 768),
-            (1250, 4, 1024),
-            (5999, 60, 5632),
-            (355, 255, 352),
-        ],
-    )
-    def test_they_are_round_numbers(self, tokens: int, decodes: int, whole: int) -> None:
-        assert whole_tiles(tokens, decodes) == whole
-
-    @given(st.integers(1, 20_000), st.integers(0, 2_000), st.integers(0, 12))
-    def test_more_than_half_of_the_prompt_stays_and_all_decodes(self, prompt: int, decodes: int, power: int) -> None:
-        tokens = decodes + prompt
-        whole = whole_tiles(tokens, decodes, 1 << power)
-        assert decodes + prompt / 2 < whole <= tokens
-        assert whole_tiles(whole, decodes, 1 << power) <= whole
-
-    @pytest.mark.parametrize("budgeted", [True, False], ids=["budgets", "knobs"])
-    def test_where_kernels_compute_whole_tiles_more_requests_are_in_time(self, budgeted: bool) -> None:
-        def hardware(step: StepFeatures) -> float:
-            tiles = -(-(step.decodes + step.prefill_tokens) // 256)
-            return 4e-3 + 6.4e-3 * tiles + 3e-8 * (step.decode_context + step.prefill_context)
-
-        slo = SLO(ttft_ms=1000, tpot_ms=25)
-
-        def share(tile: int) -> float:
-            engine = SimulatedEngine(hardware, knobs=Knobs(256, 0, 2048, 2048))
-            controller = PredictiveController(slo, engine.knobs)
-            controller._steps.tile = tile
-            chosen = controller if budgeted else KnobsOnly(controller)
-            with control(engine, slo=slo, controller=chosen):
-                met = attainment(engine.play(poisson(18, 20, 1500, 60, seed=1)), slo)
-            return met.met / met.offered
-
-        assert share(512) > share(1) + 0.1

@@ -7,26 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.controller_live.thief import Thief
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 30.0
-
-
-def until(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE_S
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def gone(pid: int) -> bool:
@@ -48,16 +38,17 @@ def test_it_takes_time_when_told_to_and_none_otherwise() -> None:
         assert not thief.busy
         thief.start()
         begun = used()
-        assert until(lambda: used() > begun + 0.2)
+        until(lambda: used() > begun + 0.2)
         thief.rest()
-        assert thief.busy and until(lambda: process.status() == psutil.STATUS_SLEEPING)
+        assert thief.busy
+        until(lambda: process.status() == psutil.STATUS_SLEEPING)
         rested = used()
         time.sleep(0.2)
         assert used() - rested < 0.1
         thief.go_on()
-        assert until(lambda: used() > rested + 0.1)
+        until(lambda: used() > rested + 0.1)
         thief.stop()
-        assert until(lambda: process.status() == psutil.STATUS_SLEEPING)
+        until(lambda: process.status() == psutil.STATUS_SLEEPING)
     assert gone(thief.pid)
     with pytest.raises(RuntimeError, match="has ended"):
         thief.start()
@@ -76,6 +67,6 @@ def test_it_ends_with_a_parent_that_was_killed() -> None:
     assert psutil.pid_exists(pid)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    assert until(lambda: gone(pid))
+    until(lambda: gone(pid))
     parent.stdin.close()
     parent.stdout.close()

@@ -3,7 +3,7 @@
 Formula. Once a decision, with s the mean time of the steps since the last one that held decodes and τ the tightest TPOT (or
 ITL) target: s > τ → limit ← max(back·limit, decodes, floor); s ≤ τ and the limit binds → limit ← limit + more. The limit is
 ``token_budget``, and ``chunk_size`` is the same; a step is given the limit itself, the knob follows when it is off by more than
-the guardrails' dead band. ``max_batch_size`` stays, ``max_wait_ms`` is 0.
+the guardrails' dead band, both in whole tiles (:mod:`.tiles`). ``max_batch_size`` stays, ``max_wait_ms`` is 0.
 
 Units: tokens; seconds. It goes by step time, not by end-to-end latency: that holds queueing, and a smaller batch when the
 queue grows is a spiral. Regimes: ``decrease``, ``increase``, ``hold`` (in time, and nothing binds: a limit that does not bind
@@ -27,6 +27,7 @@ from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
 from autotune.control.controllers.step_window import StepWindow
 from autotune.control.controllers.targets import step_target
+from autotune.control.controllers.tiles import in_whole_tiles, step_of_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -91,7 +92,8 @@ class AimdController:
         window.clear()
         budget = int(self.limit)
         wanted = self.start.with_(max_wait_ms=0.0, token_budget=budget, chunk_size=budget)
-        return Proposal(limits.clamp(wanted), regime, cause, {**evidence, "limit": round(self.limit, 1)})
+        wanted = in_whole_tiles(limits.clamp(wanted), knobs, limits)
+        return Proposal(wanted, regime, cause, {**evidence, "limit": round(self.limit, 1)})
 
     def budget(self, view: SchedulerView) -> int:
-        return min(view.knobs.token_budget, max(int(self.limit), view.decoding, 1))
+        return step_of_whole_tiles(max(int(self.limit), view.decoding, 1), view)

@@ -7,7 +7,8 @@ the two, never below what decodes. α = ``wide`` × the limit, δ = ``slow`` × 
 
 ``knob`` says what is searched: ``max_batch_size`` (b counts decodes), as the paper does where prompts run elsewhere, or
 ``token_budget`` and with it ``chunk_size`` (b counts tokens), which is what a step's time depends on where prompts are chunked
-into the steps of decodes. The other knobs stay as they were at the start; ``max_wait_ms`` is 0.
+into the steps of decodes; it is set in whole tiles (:mod:`.tiles`). The other knobs stay as at the start; ``max_wait_ms``
+is 0.
 
 Units: sequences or tokens; seconds. Regimes: ``above``, ``below``, ``inside`` (the tolerance), ``throughput`` (no target bounds
 a step), ``learning`` (no step yet).
@@ -31,6 +32,7 @@ from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
 from autotune.control.controllers.step_window import StepWindow
 from autotune.control.controllers.targets import step_target
+from autotune.control.controllers.tiles import in_whole_tiles, step_of_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -76,7 +78,7 @@ class BisectionController:
         pass
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
-        del now, knobs
+        del now
         window, least, most = self._window, float(_LEAST[self.knob]), float(getattr(limits, self.knob))
         least = min(least, most)
         if self._target == math.inf:
@@ -97,7 +99,7 @@ class BisectionController:
         wanted = self.start.with_(max_wait_ms=0.0, **{self.knob: value})
         if self.knob == "token_budget":
             wanted = wanted.with_(chunk_size=value)
-        return Proposal(limits.clamp(wanted), regime, cause, evidence)
+        return Proposal(in_whole_tiles(limits.clamp(wanted), knobs, limits), regime, cause, evidence)
 
     def _move(self, window: StepWindow, least: float, most: float) -> str:
         wide = max(1.0, self._wide * self._middle)
@@ -122,5 +124,6 @@ class BisectionController:
         return (self.low + self.high) / 2
 
     def budget(self, view: SchedulerView) -> int:
-        top = view.knobs.token_budget
-        return top if self.knob == "max_batch_size" else min(top, max(int(self._middle), view.decoding, 1))
+        if self.knob == "max_batch_size":
+            return view.knobs.token_budget
+        return step_of_whole_tiles(max(int(self._middle), view.decoding, 1), view)

@@ -3,8 +3,8 @@
 Formula. Once a decision, with r the mean step time since the last one and r̄ its long exponential average (``window`` samples, the
 first ten of which are averaged plainly): g = clamp(tolerance·r̄ / r, ½, 1); limit ← (1 − smoothing)·limit + smoothing·(g·limit +
 queue), between ``least`` and the ceiling. Where r̄ > 2·r, r̄ ← 0.95·r̄. The limit is ``max_batch_size``, for sequences at once are
-its concurrency and a step is their round trip; or, if ``knob`` says so, ``token_budget`` and with it ``chunk_size``. The other
-knobs stay as they were at the start, ``max_wait_ms`` at 0.
+its concurrency and a step is their round trip; or, if ``knob`` says so, ``token_budget``, in whole tiles (:mod:`.tiles`), with it
+``chunk_size``. The other knobs stay as they were at the start, ``max_wait_ms`` at 0.
 
 Units: sequences, or tokens; seconds. Regimes: ``steady`` (g = 1, the limit grows by the queue it allows), ``shedding`` (g < 1),
 ``demand-limited`` (less than half of the limit in use: nothing changes), ``learning`` (no step yet).
@@ -23,6 +23,7 @@ from typing import Literal
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
 from autotune.control.controllers.step_window import StepWindow
+from autotune.control.controllers.tiles import in_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import SchedulerView
@@ -70,7 +71,7 @@ class GradientController:
         pass
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
-        del now, knobs
+        del now
         window = self._window
         evidence = window.evidence()
         if len(window):
@@ -87,7 +88,7 @@ class GradientController:
         if self.knob == "token_budget":
             wanted = wanted.with_(chunk_size=value)
         evidence |= {"long_ms": round(1e3 * self._long, 3), "limit": round(self.limit, 1)}
-        return Proposal(limits.clamp(wanted), regime, cause, evidence)
+        return Proposal(in_whole_tiles(limits.clamp(wanted), knobs, limits), regime, cause, evidence)
 
     def _update(self, now_s: float, used: float) -> tuple[str, str]:
         self._samples += 1

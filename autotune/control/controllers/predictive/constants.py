@@ -1,9 +1,9 @@
 """Every constant of the predictive controller, with what it was chosen on.
 
 ``benchmarks.controller.ablation`` and ``docs/log.md`` have the experiments. M1 to M14, U1 to U3 and G1 to G8 are the scenarios of
-:mod:`benchmarks.controller.scenarios`; nothing but ``TILE`` was chosen on U1, G6, G7 or G8, and on U2 and the
-other measured ones nothing but what says so; ``HOLDS_UP`` was chosen with G4 in sight, and ``TILE`` (64 to 512 were tried, and
-none) with those of all scenarios, seeds 1 and 2.
+:mod:`benchmarks.controller.scenarios`; nothing here was chosen on U1, G6, G7 or G8, and on U2 and the other measured ones
+nothing but what says so; ``HOLDS_UP`` was chosen with G4 in sight. ``TILE`` of :mod:`autotune.control.controllers.tiles`
+(64 to 512 were tried, and none) was chosen with all scenarios in sight, seeds 1 and 2.
 """
 
 # Tuned on M1 to M14, or chosen with their results in sight: they fit those scenarios better than they fit yours.
@@ -17,7 +17,6 @@ BUSY = 0.9  # share of the time that may go into steps with prompts (M9, M10)
 LONG = 1.0  # what a second of a step beyond the target counts beside a second of the mean gap (M9, M10)
 DEMAND_S = 5.0  # memory of the demand (M2, M4, M9, M10, M14)
 HOLDS_UP = 0.5  # of the tightest TTFT: a prompt that has time and takes longer is cut (M6, M7, U3, G4 and six more)
-TILE = 512  # tokens of a step are whole ones of these, where that does not cost half of the prompt
 COMPUTED = 0.75  # of its TTFT target: time for a long prompt to be computed in (M6)
 CEILING = 2.0  # the ceiling above step budgets, in step-time targets (M1, M3 to M5, M7)
 

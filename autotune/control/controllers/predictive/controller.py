@@ -52,12 +52,13 @@ from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
-from autotune.control.controllers.predictive.step_size import Chunks, full_step, whole_tiles
+from autotune.control.controllers.predictive.step_size import Chunks, full_step
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
 from autotune.control.controllers.targets import SLOTargets
+from autotune.control.controllers.tiles import whole_tiles
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO

@@ -6,7 +6,7 @@ shares out what the tightest decoding request is ahead of its schedule; behind s
 would then miss their TTFT: then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is
 what it needs in reserve; a gap is a single step.) Where an E2E target asks for shorter steps than any TPOT does,
 being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
-down to whole tiles (:func:`.step_size.whole_tiles`).
+down to whole tiles (:mod:`autotune.control.controllers.tiles`).
 
 Where prompts had better come together (:mod:`.step_size` says when, and of what size n), a step holds n
 prompt tokens if the slack pays for all of it, and else none: half a prefill_quantum costs nearly as much as a whole one.
@@ -21,10 +21,10 @@ import math
 
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain
-from autotune.control.controllers.predictive.step_size import whole_tiles
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.targets import SLOTargets
+from autotune.control.controllers.tiles import TILE, whole_tiles
 from runtime.step_model import StepFeatures
 from runtime.tunable import SchedulerView
 
@@ -39,7 +39,7 @@ class StepBudget:
         )
         self._rate = 0.0
         self._prompts_per_step = 1
-        self.tile = constants.TILE  # tokens; 1: steps of any number
+        self.tile = TILE  # tokens; 1: steps of any number
         self.prefill_quantum = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
 

@@ -14,7 +14,7 @@ second:
 Units: tokens, seconds. Failure mode: steps within the target that are thought to carry less than they do, for a demand that
 was a burst; what was lost by it is over within the memory of the demand.
 
-How many of one prompt: see :class:`Chunks`. Of whole tiles: see :func:`whole_tiles`.
+How many of one prompt: see :class:`Chunks`.
 """
 
 from __future__ import annotations
@@ -66,23 +66,6 @@ def _rate(seconds: Callable[[int], float], decodes: int, n: int) -> float:
         return 0.0
     took = seconds(n)
     return (n - decodes) / took if took > 0 else math.inf
-
-
-def whole_tiles(tokens: int, decodes: int, most: int = constants.TILE) -> int:
-    """At most ``tokens`` of a step, ``decodes`` of them decodes, such that the kernels of a GPU compute few rows of padding.
-
-    Products are computed by tiles of 64 to 256 rows, and tiles in waves that fill the GPU: one token beyond costs as much as
-    a whole one. (By the measurements that :mod:`benchmarks.gpu_truth` is made of, Llama-3-8B in fp8 on an H200: 512 tokens
-    9.7 ms, 576 tokens 16.2 ms; in bfloat16 on an A100 384 tokens 27.6 ms, 448 tokens 36.4 ms.) No model that is learned from
-    a few hundred steps has these stairs, but most of them end at round numbers. So ``tokens`` is rounded down to a multiple
-    of the largest power of two that is at most ``most`` and half of the prompt tokens. Where steps have no stairs, fewer
-    than half of those wait for the next step.
-    """
-    prompt = tokens - decodes
-    if prompt < constants.FLOOR:
-        return tokens
-    tile = min(most, 1 << (prompt // 2).bit_length() - 1)
-    return tokens // tile * tile
 
 
 class Chunks:
