@@ -71,6 +71,19 @@ def test_one_behind_its_schedule_does_not_hold_back_a_queue_that_would_be_late()
     assert steps.budget(view(0.01, oldest=9.55, tokens=6000)) == 10 + 1500
 
 
+def test_the_rate_of_prompts_is_that_of_steps_as_long_as_the_slack_allows() -> None:
+    """Else a prompt is rejected that a long step would serve, which all that decode can wait for."""
+
+    def rate(slack: float, waiting: int = 3) -> float:
+        steps = made()
+        steps.budget(view(slack, waiting=waiting))
+        return steps.prefill_rate
+
+    assert rate(0.3) > 1.05 * rate(0.03)
+    assert rate(0.3, waiting=0) == rate(0.3), "whether or not one waits: the next asks before it does"
+    assert rate(0.01) == rate(0.03), "who is behind schedule holds nobody back who would be late"
+
+
 def test_the_rate_of_prompts_counts_the_steps_between_prefill_quanta() -> None:
     steps = made()
     steps.prefill_quantum = 1500

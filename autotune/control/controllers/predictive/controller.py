@@ -171,7 +171,7 @@ class PredictiveController:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens a second that steps as long as the last one was granted compute; 0 if that is not known."""
+        """Prompt tokens a second that steps as long as the last one might have been compute; 0 if that is not known."""
         return self._steps.prefill_rate
 
     @property

@@ -11,6 +11,9 @@ down to whole tiles (:mod:`autotune.control.controllers.tiles`).
 Where prompts had better come together (:mod:`.step_size` says when, and of what size n), a step holds n
 prompt tokens if the slack pays for all of it, and else none: half a prefill_quantum costs nearly as much as a whole one.
 
+:attr:`StepBudget.prefill_rate`, by which late prompts are rejected, is that of steps of a seconds, of τ where decodes are behind:
+who is judged by τ alone is rejected though a long step that all decodes can wait for would serve it in time.
+
 Units: seconds, tokens. Failure mode: a model that is wrong for some steps only; slack then corrects what it cannot know, a few
 steps late. Source: deadline-aware chunking as in Sarathi-Serve (OSDI 2024), and the slack of earliest-deadline schedulers.
 """
@@ -62,23 +65,22 @@ class StepBudget:
             target = min(tightest, gap, for_e2e) * self._gain.value
         else:  # the view does not say: of all classes
             target = min(self._targets.step, for_e2e) * self._gain.value
-        self._granted = view, target
+        longest = gap * learned.bias / learned.margin.value
+        slack, allowed = view.decode_slack, target
+        if target < slack < math.inf and tightest <= for_e2e and not self.prefill_quantum:
+            allowed = min(target + constants.AHEAD * (slack - target), longest)
+        self._granted = view, allowed  # with or without a prompt: the next to come asks whether it would be in time
         if not (view.waiting or view.prefilling):
             return top  # no prompt that it could be for
-        slack = view.decode_slack
         if self.prefill_quantum:
             whole = self._seconds(view, self.prefill_quantum)
             pays = slack >= whole or (slack < target and self._queue_suffers(view, whole))
             return min(top, decodes + (self.prefill_quantum if pays else 0))
-        allowed = target
         if slack <= target:
             allowed = max(slack, constants.BEHIND * target)
             if slack < target and self._queue_suffers(view, allowed):
                 allowed = target
-        elif slack < math.inf and tightest <= for_e2e:
-            allowed = target + constants.AHEAD * (slack - target)
-        if gap < math.inf:
-            allowed = min(allowed, gap * learned.bias / learned.margin.value)
+        allowed = min(allowed, longest)
         if allowed == math.inf:
             return top
         prefill = self._most_prefill(view, allowed)
@@ -133,7 +135,7 @@ class StepBudget:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens a second that steps as long as the last one was granted compute; 0 if that is not known."""
+        """Prompt tokens a second that steps as long as the last one might have been compute; 0 if that is not known."""
         if self._granted is not None:
             view, target = self._granted
             self._granted, self._rate = None, self._rate_of(view, target)
