@@ -199,7 +199,7 @@ def test_draws_depend_on_seed_and_position_alone() -> None:
     [
         ("plain", "seeds", 400),
         ("plain", "positions", 400),
-        *((name, "seeds", 300) for name in ("top-k", "top-p", "k, p and min-p")),
+        ("k, p and min-p", "seeds", 300),
     ],
 )
 def test_draws_are_distributed_as_they_should_be(name: str, along: str, draws: int) -> None:

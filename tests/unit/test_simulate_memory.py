@@ -53,13 +53,13 @@ def test_a_run_of_some_thousands(policy: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_a_hundred_thousand() -> None:
-    held = held_after(100_000, parts=10)
+def test_a_run_of_tens_of_thousands() -> None:
+    held = held_after(30_000, parts=10)
     assert max(held[4:]) < max(held[:4]) + 800_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [False, True])
 def test_a_run_that_preempts_all_the_while(policy: bool) -> None:
-    held = held_after(20_000, parts=10, kv_tokens=2000, load="poisson:prompt=200,output=200", policy=policy)
+    held = held_after(6000, parts=10, kv_tokens=2000, load="poisson:prompt=200,output=200", policy=policy)
     assert max(held[4:]) < max(held[:4]) + 800_000
