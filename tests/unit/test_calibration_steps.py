@@ -265,6 +265,7 @@ def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budg
         assert fitted.predict(step) == pytest.approx(Sluggish().truth(step), rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_a_calibration_has_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = measured(machine(Formula()), budget_s=20.0)
     assert unseen(points) == ()
@@ -368,6 +369,7 @@ def hosted(engine: SimulatedEngine, each: float) -> SimulatedEngine:
     return engine
 
 
+@pytest.mark.slow
 def test_a_calibration_counts_what_the_host_takes_between_steps() -> None:
     hardware = Formula()
     points = measure_steps(hosted(machine(hardware), 2e-5), facts(), budget_s=20.0, seed=3).points

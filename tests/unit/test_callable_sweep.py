@@ -340,6 +340,7 @@ def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile
     assert len(keys) == len(set(keys)) == len(tried) <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_items")
 def test_a_setting_that_fails_is_left_out() -> None:
     class Failing(Tireless):

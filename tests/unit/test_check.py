@@ -167,6 +167,7 @@ def test_the_threshold_says_what_matters(facts: CostFacts) -> None:
     assert checked(facts, slow_cpu, threshold=0.003).verdict == "unclear"  # it is not known as well as that
 
 
+@pytest.mark.slow
 def test_noise_is_not_taken_for_a_change(facts: CostFacts) -> None:
     """A machine that stalls for rounds on end: in some of them everything takes up to thrice as long."""
     verdicts = []

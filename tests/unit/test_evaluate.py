@@ -92,6 +92,7 @@ def test_a_run_in_which_memory_ran_out_is_an_error_and_no_score(steps: int, monk
         assert (engine.knobs == KNOBS) == (steps == 3), "and rose again, in the one case"
 
 
+@pytest.mark.slow
 def test_equal_seeds_offer_equal_loads_and_other_tokens_when_asked() -> None:
     prompts: list[list[list[int]]] = []
     with paced() as engine:

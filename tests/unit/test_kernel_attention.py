@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiers import slow_but_for
 from tests.unit.kernels import DEVICE, close, poisoned, randn
 from tests.unit.paged_cases import Case, attended, by_definition, case, planned
 
@@ -104,7 +103,8 @@ def test_parts_are_merged(sequences: list[tuple[int, int]], splits: int, dtype: 
     check(given, splits=splits)
 
 
-@pytest.mark.parametrize("position", slow_but_for((2600,), (0, 2600, 4499)))
+@pytest.mark.slow
+@pytest.mark.parametrize("position", (0, 2600, 4499))
 def test_any_part_may_weigh_most(position: int) -> None:
     """Of 18 parts, which are more than are merged at a time."""
     given = case([(1, 4500)], heads=1, kv_heads=1, dim=64)

@@ -63,6 +63,7 @@ def test_the_next_measurement_is_where_something_can_be_learned() -> None:
     assert found.next([0, 1, 2])[1] < 0.001  # nothing left worth a measurement
 
 
+@pytest.mark.slow
 def test_the_probability_is_that_of_draws_from_the_truth() -> None:
     """Worlds are drawn as the posterior supposes; in those, the choice is the best about as often as it says."""
     rng = np.random.default_rng(5)

@@ -52,6 +52,7 @@ def test_beats_the_defaults_and_nears_the_best_fixed_setting(hardware: object, s
     assert ours >= best - 0.03
 
 
+@pytest.mark.slow
 def test_recovers_from_a_start_that_is_far_too_small() -> None:
     arrivals = poisson(15, 60, 1000, 200, seed=8)
     tiny = Knobs(4, 100, 64, 16)

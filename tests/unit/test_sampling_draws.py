@@ -45,6 +45,7 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     assert stats.chisquare(observed, wanted).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_draws_at_successive_positions_are_independent() -> None:
     """One seeded request, 4,000 tokens in a row from a fair eight-sided die: singles and pairs are uniform."""
     sampler, logits = Sampler(8), torch.zeros(1, 8)

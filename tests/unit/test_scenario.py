@@ -20,7 +20,6 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures
-from tests.tiers import slow_but_for
 from tests.unit.jitter_cases import STALLS
 from tests.unit.simulated_profile import EVEN, TARGET, profiled, scenario
 
@@ -168,6 +167,7 @@ def test_what_serving_adds_is_in_every_step_once() -> None:
 # -- capacity ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_capacity_is_where_the_share_crosses_the_target() -> None:
     world, knobs = scenario(), Knobs(256, 0, 1024, 1024)
     told: list[tuple[float, bool]] = []
@@ -183,7 +183,8 @@ def test_capacity_is_where_the_share_crosses_the_target() -> None:
     assert len(told) == sum(s.tried for s in found.seeds) < 40
 
 
-@pytest.mark.parametrize("start", slow_but_for((0.01,), (0.01, 17.0, 41.3, 1e4)))
+@pytest.mark.slow
+@pytest.mark.parametrize("start", (0.01, 17.0, 41.3, 1e4))
 def test_where_the_search_begins_does_not_matter(start: float) -> None:
     knobs = Knobs(256, 0, 1024, 1024)
     found, usual = (Search.of(scenario(), (0, 1), 300).capacity("it", knobs, s) for s in (start, 30.0))

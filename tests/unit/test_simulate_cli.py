@@ -14,7 +14,6 @@ from autotune.cost.price import per_million
 from autotune.profile import Profile, find_profile, load_profile, save_profile
 from benchmarks.controller.hardware import h200
 from runtime.knobs import KnobLimits, Knobs
-from tests.tiers import slow_but_for
 from tests.unit.jitter_cases import STALLS
 from tests.unit.simulate_command import QUICK, flat, told
 from tests.unit.simulated_profile import EVEN, profiled
@@ -282,7 +281,8 @@ def test_a_measurement_is_held_against_several_draws_of_the_noise(
     assert "simulations of this machine are" not in said
 
 
-@pytest.mark.parametrize(("speed", "how"), slow_but_for(((0.4, "pessimistic"),), ((0.4, "pessimistic"), (1.0, ""))))
+@pytest.mark.slow
+@pytest.mark.parametrize(("speed", "how"), ((0.4, "pessimistic"), (1.0, "")))
 def test_a_machine_that_was_calibrated_in_a_bad_hour_is_simulated_with_a_word_on_it(
     speed: float, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,7 +297,8 @@ def test_a_machine_that_was_calibrated_in_a_bad_hour_is_simulated_with_a_word_on
     assert (found[1] if found else "") == how and (not found or int(found[2]) > 50)
 
 
-@pytest.mark.parametrize(("error", "warned"), slow_but_for(((0.36, True),), ((0.36, True), (0.02, False))))
+@pytest.mark.slow
+@pytest.mark.parametrize(("error", "warned"), ((0.36, True), (0.02, False)))
 def test_simulations_that_were_off_where_the_profile_measured_are_warned_of(
     error: float, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

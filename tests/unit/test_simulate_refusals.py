@@ -13,6 +13,7 @@ from autotune.profile import load_profile, save_profile
 from autotune.simulate.scenario import Scenario
 from benchmarks.controller.hardware import h200
 from runtime.knobs import Knobs
+from tests.tiers import slow_but_for
 from tests.unit.simulate_command import QUICK, refused, told
 from tests.unit.simulated_profile import EVEN, profiled
 
@@ -55,7 +56,7 @@ def test_a_profile_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
         )
 
 
-@pytest.mark.parametrize("verb", ["simulate", "capacity"])
+@pytest.mark.parametrize("verb", slow_but_for(("simulate",), ("simulate", "capacity")))
 def test_the_profile_is_given_in_either_way_and_once(
     path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

@@ -76,6 +76,7 @@ def test_simulate_stopped_at_the_capacity_of_the_second_setting_knows_that_of_th
     assert told.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["simulate", "capacity"])
 def test_the_cheapest_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
     """Ctrl-C comes at the first setting that is asked for no other reason than the price."""
