@@ -23,7 +23,7 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 BROWSER = "AUTOTUNE_BROWSER"
 """Names the Chromium to use, where it is not found by one of the names above."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(600)]
 
 MARKS = """plot => [...plot.querySelectorAll('.points path, .js-line, .errorbars path, .js-fill')]
     .filter(one => { const box = one.getBoundingClientRect(); return box.width + box.height > 1; }).length"""
