@@ -24,7 +24,7 @@ help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
 	@echo "make test              install, then the default test tier, minutes long (ARGS=... are given to pytest)"
 	@echo "make check             ruff, mypy and the default test tier: what must pass before a commit"
-	@echo "make test-slow         the second tier, half an hour: whole profiles, interrupted ones, examples, clients, installed wheel"
+	@echo "make test-slow         the second tier, an hour: whole profiles, interrupted ones, examples, clients, installed wheel"
 	@echo "make test-integration  test-slow, and an exported file against vLLM itself (several GB the first time)"
 	@echo "make test-vllm-versions  vLLM's scheduler against the simulated engine and the contract of engines (AUTOTUNE_VLLM_VERSIONS=\"0.33.0 ...\")"
 	@echo "make format            put the source into ruff's format"

@@ -1,4 +1,4 @@
-"""The wheel: what is inside, and that installed somewhere else it profiles a machine, through a kill too."""
+"""The wheel: what is inside, and that installed somewhere else it profiles a machine and goes on with a run that was killed."""
 
 from __future__ import annotations
 
