@@ -90,6 +90,7 @@ def parts_of(
             seed=seed,
             clock=clock,
             max_batch_size=limits.max_batch_size,
+            token_budget=limits.token_budget,
         ),
         kv_blocks,
     )

@@ -18,6 +18,7 @@ from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.memory import DeviceMemory
 from runtime.torch_backend.operations import Operations
 from runtime.torch_backend.padded import PaddedAttention
+from runtime.torch_backend.recorded_steps import prompt_ladder
 from runtime.torch_backend.resident import Graphs, batch_ladder
 from runtime.torch_backend.sampling import Sampler
 
@@ -30,7 +31,8 @@ class Backend(NamedTuple):
     """``operations``: of fused layers. ``attention``: makes what attends over a pool. ``lay_out``: brings the weights of a model
     whose layers are fused into the layout that suits the device. ``sampler``: makes what samples, of the size of the vocabulary,
     the device and a seed. ``record``: records decode steps of these numbers of rows on the device, where that is possible;
-    ``ladder``: which ones, up to so many. ``overlaps``: whether the host gains by launching a step before it has read the last
+    ``ladder``: which ones, up to so many; ``prompt_ladder``: for how many tokens steps with prompts are recorded, up to so many,
+    of a model of so many parameters. ``overlaps``: whether the host gains by launching a step before it has read the last
     one. ``memory``: makes what tells the memory of the device, where a KV pool is sized by that."""
 
     operations: Operations
@@ -39,6 +41,7 @@ class Backend(NamedTuple):
     sampler: Callable[[int, torch.device, int], Sampler] = Sampler
     record: Callable[[tuple[int, ...], Callable[[int], None], torch.device], Graphs] | None = None
     ladder: Callable[[int], tuple[int, ...]] = batch_ladder
+    prompt_ladder: Callable[[int, int], tuple[int, ...]] = prompt_ladder
     overlaps: bool = False
     memory: Callable[[torch.device], DeviceMemory] | None = None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from runtime.torch_backend.transfer import DeviceEnds, Readback, to_device
 log = logging.getLogger(__name__)
 
 Work = Sequence | Chunk
+
+_RECORDED_SEQUENCES: Final = 256
+"""Of a recorded step with prompts, at most. Attention has a program for each that there might be, and the last layer a row."""
 
 
 @dataclass(slots=True)
@@ -159,8 +162,8 @@ class TorchExecutor:
 
     Steps of decode rows alone are recorded, if the backend can record and ``max_batch_size`` says for how many rows:
     ``graph_sizes``. What cannot be recorded, rows with a repetition penalty or log-probabilities, and steps that verify drafts
-    run as they do elsewhere. ``record_prompts``: numbers of tokens for which the forward of steps with prompts is recorded
-    besides; none by default, since no GPU has run them and the KV pool's size does not know of them.
+    run as they do elsewhere. So is the forward of steps with prompts of up to ``token_budget`` tokens, for some numbers of them:
+    ``prompt_sizes``; where it is None, they are not.
 
     Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
     ``backend``'s; None takes the one for the device of the model.
@@ -178,8 +181,8 @@ class TorchExecutor:
         clock: Clock | None = None,
         backend: Backend | None = None,
         max_batch_size: int | None = None,
+        token_budget: int | None = None,
         overlaps: bool | None = None,
-        record_prompts: tuple[int, ...] = (),
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
@@ -212,8 +215,8 @@ class TorchExecutor:
         )  # of a decode set at a version: whether a row needs its tokens
         self._resident = self._record(backend, max_batch_size) if max_batch_size is not None else None
         self._steps: RecordedSteps | None = None
-        if record_prompts and max_batch_size is not None and self._resident is not None:
-            self._steps = self._record_steps(backend, record_prompts, max_batch_size)
+        if token_budget is not None and max_batch_size is not None and self._resident is not None:
+            self._steps = self._record_steps(backend, token_budget, max_batch_size)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -224,6 +227,11 @@ class TorchExecutor:
     def prompt_sizes(self) -> tuple[int, ...]:
         """For how many tokens steps with prompts are recorded."""
         return () if self._steps is None else self._steps.sizes
+
+    @property
+    def prompt_sequences(self) -> int:
+        """Of how many sequences at most."""
+        return 0 if self._steps is None else self._steps.sequences
 
     @property
     def in_trouble(self) -> bool:
@@ -363,16 +371,20 @@ class TorchExecutor:
             log.warning("decode steps of %s are not recorded and cost more of the host: %s", self.loaded.name, error)
             return None
 
-    def _record_steps(self, backend: Backend, sizes: tuple[int, ...], most: int) -> RecordedSteps | None:
-        """Forwards of steps of ``sizes`` tokens and up to ``most`` sequences; None where that is not possible."""
-        attention, record, scratch = self.attention, backend.record, self.pool.scratch_block
-        if record is None or scratch is None or self._chain is None or not isinstance(attention, FixedSteps):
+    def _record_steps(self, backend: Backend, most: int, sequences: int) -> RecordedSteps | None:
+        """Forwards of steps of up to ``most`` tokens of up to ``sequences`` sequences; None where that is not possible."""
+        attention, record, scratch, chain = self.attention, backend.record, self.pool.scratch_block, self._chain
+        if record is None or scratch is None or chain is None or not isinstance(attention, FixedSteps):
+            return None
+        sizes = backend.prompt_ladder(most, chain.parameters)
+        if not sizes:
             return None
         size = self.pool.block_size
         width = min(self.pool.block_count, -(-self.loaded.max_model_len // size))
+        sequences = min(sequences, _RECORDED_SEQUENCES)
         try:
             return RecordedSteps(
-                sizes, most, width, block_size=size, pad_block=self.pool.pad_block, scratch_slot=scratch * size,
+                sizes, sequences, width, block_size=size, pad_block=self.pool.pad_block, scratch_slot=scratch * size,
                 forward=self._forward_step, attention=attention, record=lambda step: record(sizes, step, self.device),
                 device=self.device,
             )  # fmt: skip
@@ -383,10 +395,16 @@ class TorchExecutor:
             return None
 
     def _forward_step(self, ids: Tensor, positions: Tensor, slots: Tensor, wanted: Tensor, state: Any) -> Tensor:
-        """Logits ``[wanted, vocab]`` of ``ids`` at ``positions`` and ``slots [tokens]``."""
+        """What the head reads ``[wanted, width]`` of ``ids`` at ``positions`` and ``slots [tokens]``."""
+        assert self._chain is not None
         self._serial += 1
         step = StepInputs(self._serial, self.pool, slots, self._operations, self.attention, state)
-        return self._logits(ids, positions, step, wanted)
+        if self._prunes:
+            step.wanted = wanted  # the last layer leaves out the others
+        with self._model.running(step):
+            found = self._chain.hidden(ids, positions, step, None if self._prunes else wanted)
+        self.hook_calls = step.calls
+        return found
 
     @property
     def _plain_model(self) -> bool:
@@ -545,9 +563,9 @@ class TorchExecutor:
 
     def _forward(self, prepared: _Prepared) -> Tensor:
         """Logits of the rows that sample."""
-        if prepared.listed is not None and self._steps is not None:
+        if prepared.listed is not None and self._steps is not None and self._chain is not None:
             found = self._steps.run(prepared.listed, prepared.tokens, prepared.step.slots, prepared.wanted)
-            return found[: len(prepared.sampling)]
+            return self._chain.logits(found)[: len(prepared.sampling)]
         ids, positions = prepared.tokens[0], prepared.tokens[1]
         return self._logits(ids, positions, prepared.step, prepared.wanted)[: len(prepared.sampling)]
 

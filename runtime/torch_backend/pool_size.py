@@ -2,9 +2,10 @@
 
 Nothing is guessed from shapes. An executor with a pool of a few blocks runs the largest step that the ceilings allow, and the
 device says what that took at its peak. Two more executors record the largest graph, and the largest two: what the second adds is
-taken for each further one. Then all of that is let go, and the pool gets what is free, less those two. It is allocated once, when
-the engine's own executor is made. Where a device does not tell (a CPU shares its memory with whatever else runs there), the pool
-takes a share of what is free (:func:`~runtime.torch_backend.kv_pool.default_kv_blocks`).
+taken for each further one. One more records all steps with prompts. Then all of that is let go, and the pool gets what is free,
+less step and graphs. It is allocated once, when the engine's own executor is made. Where a device does not tell (a CPU shares its
+memory with whatever else runs there), the pool takes a share of what is free
+(:func:`~runtime.torch_backend.kv_pool.default_kv_blocks`).
 """
 
 from __future__ import annotations
@@ -110,8 +111,10 @@ def _taken(
     """Bytes that the largest step takes at its peak, and that all graphs hold."""
     most = limits.max_batch_size
 
-    def made(backend: Backend) -> TorchExecutor:
-        return TorchExecutor(loaded, kv_blocks=_BLOCKS, block_size=block_size, backend=backend, max_batch_size=most)
+    def made(backend: Backend, tokens: int | None = None) -> TorchExecutor:
+        return TorchExecutor(
+            loaded, kv_blocks=_BLOCKS, block_size=block_size, backend=backend, max_batch_size=most, token_budget=tokens
+        )
 
     executor = made(backend._replace(record=None))
     step = _peak(executor, limits, loaded, block_size, memory)
@@ -134,8 +137,12 @@ def _taken(
     if len(held) < 3:
         return step, 0
     without, one, two = held
-    width = -(-loaded.max_model_len // block_size)  # of block tables, which a pool of few blocks keeps short
-    return step, max(0, without - one) + (len(sizes) - 1) * max(0, one - two) + 8 * most * width
+    row = 8 * -(-loaded.max_model_len // block_size)  # of a block table, which a pool of few blocks keeps short
+    graphs = max(0, without - one) + (len(sizes) - 1) * max(0, one - two) + most * row
+    executor = made(backend._replace(ladder=partial(_these, sizes[:1])), limits.token_budget)
+    if executor.prompt_sizes:
+        graphs += max(0, without - memory.free()) + executor.prompt_sequences * row
+    return step, graphs
 
 
 def mixed_steps(limits: KnobLimits, max_model_len: int, block_size: int, blocks: int) -> Iterator[StepPlan]:

@@ -2,15 +2,16 @@
 
 Launching some four hundred kernels takes the host longer than a small step takes the device. What differs between two steps of
 as many tokens is where they belong: token ids, positions, slots, block tables, the attention's work list and the rows whose
-logits are wanted. All of these lie in tensors that stay where they are, so one call queues the whole forward. Tokens that a size
-has left over are dummies, which write to a slot that is nobody's and which no sequence attends to. Sampling, and what a step
-leaves behind, are those of steps that are not recorded.
+logits are wanted. All of these lie in tensors that stay where they are, so one call queues the whole forward, up to what the
+model's head reads. Tokens that a size has left over are dummies, which write to a slot that is nobody's and which no sequence
+attends to. The head, of the rows that are wanted alone, sampling, and what a step leaves behind, are those of steps that are not
+recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,10 +21,26 @@ from runtime.torch_backend.inputs import Listed, PackedBatch
 from runtime.torch_backend.resident import Graphs
 from runtime.torch_backend.transfer import to_device
 
+_LADDER: Final = ((16, 128, 16), (128, 256, 32), (256, 512, 64), (512, 1024, 128), (1024, 2049, 256))
+"""(first size, first one beyond, stride): 12% of a step's tokens are dummies at most, from 128 tokens on."""
+
+_FLOPS: Final = 8e12
+"""Products and sums of the largest step that is recorded. It takes a GPU of 800 TFLOP/s 10 ms, and its launches take a host as
+long (docs/benchmarks.md): the device is busy with a larger one until the host has launched the next, and dummies only cost."""
+
+
+def prompt_ladder(most: int, parameters: int) -> tuple[int, ...]:
+    """The numbers of tokens that steps with prompts of a model of so many ``parameters`` are recorded for, up to ``most``."""
+    longest = min(most, _FLOPS / (2 * parameters))
+    sizes = [size for ladder in _LADDER for size in range(*ladder) if size <= longest]
+    if most <= longest and most < _LADDER[-1][1] and most not in sizes:
+        sizes.append(most)
+    return tuple(sizes)
+
 
 class RecordedSteps:
-    """Recordings of ``forward(ids, positions, slots, wanted, state)``: logits ``[wanted, vocab]`` of ids, positions and pool
-    slots ``[tokens]``, where ``state`` is what ``attention`` made.
+    """Recordings of ``forward(ids, positions, slots, wanted, state)``: what the head reads ``[wanted, width]`` of ids, positions
+    and pool slots ``[tokens]``, where ``state`` is what ``attention`` made.
 
     ``sizes``: numbers of tokens; a step may hold up to ``sequences`` sequences of up to ``width`` blocks of ``block_size``
     tokens. Dummies write to ``scratch_slot``; tables are padded with ``pad_block``. ``record(step)`` records ``step(size)`` for
@@ -53,7 +70,7 @@ class RecordedSteps:
         self._rows = torch.arange(most, device=device)
         self._table = torch.full((sequences, width), pad_block, dtype=torch.int64, device=device)
         self._states = {size: attention.fixed_step(self._table[: min(size, sequences)], size) for size in self.sizes}
-        self._logits: Tensor | None = None  # those of all sizes, one after the other
+        self._hidden: Tensor | None = None  # that of all sizes, one after the other
         with torch.inference_mode():
             self._graphs = record(self._step)
 
@@ -70,7 +87,8 @@ class RecordedSteps:
 
     def run(self, listed: Listed, tokens: Tensor, slots: Tensor, wanted: Tensor | None) -> Tensor:
         """Queue the forward of a batch that fits, which is ``listed``: ``tokens [2, n]`` are ids and positions, ``slots [n]``,
-        ``wanted`` the rows whose logits are (None: all). Returns these ``[rows, vocab]``."""
+        ``wanted`` the rows whose logits are (None: all). Returns what the head reads of these ``[rows, width]``, until the next
+        run."""
         count = tokens.shape[1]
         size = next(size for size in self.sizes if size >= count)
         wanted = self._rows[:count] if wanted is None else wanted
@@ -84,8 +102,8 @@ class RecordedSteps:
         self._wanted[len(wanted) :].zero_()
         self._attention.refresh_step(self._states[size], listed.new, listed.context)
         self._graphs.replay(size)
-        assert self._logits is not None
-        return self._logits[: len(wanted)].clone()  # the next step overwrites them
+        assert self._hidden is not None
+        return self._hidden[: len(wanted)]
 
     def _step(self, size: int) -> None:
         """What is recorded."""
@@ -93,6 +111,6 @@ class RecordedSteps:
         found = self._forward(
             self._tokens[0, :size], self._tokens[1, :size], self._slots[:size], wanted, self._states[size]
         )
-        if self._logits is None:  # of the largest size, which is recorded first, before it is recorded
-            self._logits = found.new_empty(len(self._wanted), found.shape[1])
-        self._logits[: len(found)].copy_(found)
+        if self._hidden is None:  # of the largest size, which is recorded first, before it is recorded
+            self._hidden = found.new_empty(len(self._wanted), found.shape[1])
+        self._hidden[: len(found)].copy_(found)

@@ -35,6 +35,11 @@ class StraightModel:
         self._hooks: list[Any] = [hooks for m in listened for hooks in (m._forward_hooks, m._forward_pre_hooks)]
 
     @property
+    def parameters(self) -> int:
+        """Of the layers: what each token of a step is multiplied with."""
+        return sum(parameter.numel() for layer in self._layers for parameter in layer.parameters())
+
+    @property
     def applies(self) -> bool:
         """Whether the model's own forward is still what a chain stands for: nobody has replaced it or hooked into it."""
         return "forward" not in self._model.__dict__ and not any(self._hooks)
@@ -44,6 +49,10 @@ class StraightModel:
 
         ``wanted``: the rows; None for all, or when the last layer hands on only those.
         """
+        return self.logits(self.hidden(ids, positions, step, wanted))
+
+    def hidden(self, ids: Tensor, positions: Tensor, step: StepInputs, wanted: Tensor | None) -> Tensor:
+        """What the head reads ``[rows, width]``, arguments as for logits."""
         residual: Any = None
         x = self._embed(ids)
         cos, sin = (table[0] for table in self._rotary(x.unsqueeze(0), positions.unsqueeze(0)))
@@ -51,8 +60,12 @@ class StraightModel:
             x, residual = layer.compute(x, residual, cos, sin, step)
         if wanted is not None:
             x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-        logits: Tensor = self._head(normed(self._norm, x, residual, step.operations)[0])
-        return logits
+        return normed(self._norm, x, residual, step.operations)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[rows, vocab]`` of ``hidden [rows, width]``."""
+        found: Tensor = self._head(hidden)
+        return found
 
     def tables(self, ids: Tensor, positions: Tensor) -> Any:
         """What the layers get as position embeddings: as a rule cosines and sines ``[1, tokens, dim]``."""

@@ -34,6 +34,16 @@ def test_recorded_and_overlapping_steps_give_the_tokens_of_plain_ones() -> None:
     assert executor(loaded).overlaps
 
 
+def test_recorded_steps_with_prompts_give_the_tokens_of_plain_ones() -> None:
+    loaded = load_model("tiny", dtype="float32", device="cuda")
+    expected, failures, _ = run(executor(loaded, overlaps=False), REQUESTS, KNOBS)
+    assert not failures
+    for overlaps in (False, True):
+        fast = executor(loaded, max_batch_size=6, token_budget=40, overlaps=overlaps)
+        assert fast.prompt_sizes == (16, 32, 40)  # a step of 48 runs beside
+        assert run(fast, REQUESTS, KNOBS)[:2] == (expected, {})
+
+
 def test_steps_with_drafts_give_the_tokens_of_plain_ones() -> None:
     """Between recorded steps that overlap: drafts come and go every third step."""
     loaded = load_model("tiny", dtype="float32", device="cuda")
@@ -46,10 +56,11 @@ def test_steps_with_drafts_give_the_tokens_of_plain_ones() -> None:
     assert sum(step.accepted for step in heard) > 20
 
 
-def test_a_launch_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [None, 48], ids=["decodes-recorded", "all-recorded"])
+def test_a_launch_waits_for_nothing(tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch raises at whatever makes the host wait."""
     loaded = load_model("tiny", dtype="bfloat16", device="cuda")
-    fast = executor(loaded, max_batch_size=6)
+    fast = executor(loaded, max_batch_size=6, token_budget=tokens)
     run(fast, REQUESTS, KNOBS)  # kernels are compiled, work lists allocated
     launch, strict = fast.launch, []
 

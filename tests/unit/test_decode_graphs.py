@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from runtime.records import StepRecord
 from runtime.request import Request, SamplingParams
 from runtime.torch_backend.backends import PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.recorded_steps import prompt_ladder
 from tests.unit.executor_harness import Oracle, neighbour_of_a_row_for_nothing, prompts, reference, run, tiny
 from tests.unit.kernels import DEVICE, INTERPRETED
 
@@ -35,9 +37,11 @@ def plain(recorder: Recorder | None) -> Backend:
     return PLAIN._replace(sampler=KernelSampler, record=None if recorder is None else recorder.graphs)
 
 
-def ours(recorder: Recorder | None) -> Backend:
-    """What runs on a GPU, but that contexts are split into few parts."""
+def ours(recorder: Recorder | None, prompts: tuple[int, ...] = ()) -> Backend:
+    """What runs on a GPU, but that contexts are split into few parts. ``prompts``: tokens for which steps with prompts are
+    recorded."""
     return CUDA._replace(
+        prompt_ladder=lambda most, parameters: prompts,
         attention=lambda pool, loaded: PagedAttention(pool, loaded.device, splits=3),
         record=None if recorder is None else recorder.graphs,
         overlaps=False,
@@ -266,7 +270,7 @@ def test_steps_with_prompts_recorded_by_the_kernels_of_a_gpu(overlaps: bool, cou
     requests = list(zip(prompts([3, 19, 8], seed=5), counts, strict=True))
     expected = [reference(loaded, p, n) for p, n in requests]
     recorder = Recorder()
-    executor = executor_of(loaded, ours(recorder), overlaps, max_batch_size=3, record_prompts=PROMPTS)
+    executor = executor_of(loaded, ours(recorder, PROMPTS), overlaps, max_batch_size=3, token_budget=24)
     made = list(recorder.recorded)
     assert made[-3:] == [24, 12, 4]
     outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=3, token_budget=24, chunk_size=9))
@@ -281,12 +285,21 @@ def test_a_step_that_does_not_fit_a_recording_runs_beside() -> None:
     requests = list(zip(prompts([3, 19, 8], seed=5), [2, 1, 2], strict=True))
     expected = [reference(loaded, p, n) for p, n in requests]
     recorder = Recorder()
-    executor = executor_of(loaded, ours(recorder), max_batch_size=2, record_prompts=(4,))
+    executor = executor_of(loaded, ours(recorder, (4,)), max_batch_size=2, token_budget=24)
     outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=2, token_budget=24, chunk_size=24))
     assert not failures and outputs == expected
 
 
 def test_plain_attention_records_no_prompts() -> None:
     recorder = Recorder()
-    executor = executor_of(tiny(), plain(recorder), record_prompts=PROMPTS)
+    executor = executor_of(tiny(), plain(recorder), token_budget=64)
     assert executor.prompt_sizes == () and executor.graph_sizes == (1, 2, 4, 5) and recorder.recorded == [5, 4, 2, 1]
+
+
+def test_for_how_many_tokens_steps_with_prompts_are_recorded() -> None:
+    """Up to what a step may hold and what a GPU computes while the host launches it; few dummies in any step."""
+    sizes = prompt_ladder(8192, 440_000_000)
+    assert sizes[0] == 16 and sizes[-1] == 2048 and len(sizes) == len(set(sizes)) == 24 and list(sizes) == sorted(sizes)
+    assert all(after - before <= max(16, 0.25 * before) for before, after in pairwise(sizes))
+    assert prompt_ladder(8192, 7_000_000_000)[-1] == 512 and prompt_ladder(8192, 400_000_000_000) == ()
+    assert prompt_ladder(100, 440_000_000)[-2:] == (96, 100) and prompt_ladder(5, 440_000_000) == (5,)

@@ -26,7 +26,7 @@ from runtime.torch_backend.contract import KVLayer, Loaded
 from runtime.torch_backend.cuda.memory import CUDAMemory
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.inputs import PackedBatch
-from runtime.torch_backend.kv_pool import KVPool, check_pool
+from runtime.torch_backend.kv_pool import KVPool, LayerKV, check_pool
 from runtime.torch_backend.loading import LoadedModel, from_model
 from runtime.torch_backend.pool_size import MARGIN, largest_step, mixed_steps, pool_blocks
 from runtime.torch_backend.sampling import Columns, Sampler
@@ -261,29 +261,58 @@ class Refuses(Recorder):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
+class Blind:
+    """Attention that sees nothing, but whose steps with prompts can be recorded, too."""
+
+    def __init__(self, pool: KVPool, loaded: Loaded) -> None:
+        self._plain = PLAIN.attention(pool, loaded)
+        self.plan = self._plain.plan
+
+    def fixed(self, table: torch.Tensor, positions: torch.Tensor) -> None:
+        pass
+
+    def refresh(self, state: None, context: object) -> None:
+        pass
+
+    def fixed_step(self, table: torch.Tensor, tokens: int) -> None:
+        pass
+
+    def refresh_step(self, state: None, new: object, context: object) -> None:
+        pass
+
+    def run(
+        self, state: Any, layer: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Any
+    ) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
 @pytest.mark.slow
-def test_the_pool_leaves_room_for_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest is recorded to see what it takes, then the two largest; and once the pool is there, all of them, once."""
+@pytest.mark.parametrize("with_prompts", [False, True])
+def test_the_pool_leaves_room_for_all_graphs(with_prompts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest is recorded to see what it takes, then the two largest, then all of those with prompts; and once the pool is
+    there, all of them, once."""
     loaded = loaded_model()
     block, recorder = 16 * loaded.kv_bytes_per_token, Recorder()
-    device = Device(900 * block, 800 * block, 795 * block, 1000 * block, peak=50 * block)
+    prompts, says = ([16, 32, 40], [870 * block]) if with_prompts else ([], [])
+    device = Device(900 * block, 800 * block, 795 * block, *says, 1000 * block, peak=50 * block)
 
     def attention(pool: KVPool, loaded: Loaded) -> AttentionBackend:
         device.watch(pool)
-        return PLAIN.attention(pool, loaded)
+        return Blind(pool, loaded) if with_prompts else PLAIN.attention(pool, loaded)
 
     recorded = PLAIN._replace(attention=attention, sampler=Likeliest, record=recorder.graphs, memory=lambda _: device)
     monkeypatch.setattr(backends, "CPU", recorded)
     with Engine(loaded, limits=LIMITS) as engine:
         tables = 8 * 6 * (loaded.max_model_len // 16)
-        graphs = 100 * block + 3 * 5 * block + tables
+        graphs = 100 * block + 3 * 5 * block + tables + with_prompts * (30 * block + tables)
         assert engine.facts.kv_tokens == int((948 * block - graphs) * (1 - MARGIN)) // block * 16
         assert engine.facts.graph_sizes == (1, 2, 4, 6)
-        assert recorder.recorded == [6, 6, 4, 6, 4, 2, 1] and not device.says and device.pools_left == 0
+        made = [6, 6, 4, 1, *reversed(prompts), 6, 4, 2, 1, *reversed(prompts)]
+        assert recorder.recorded == made and not device.says and device.pools_left == 0
         for knobs in (Knobs(5, 0, 24, 12), Knobs(2, 0, 9, 3)):
             engine.set_knobs(knobs)
             engine.generate([[1, 2, 3], [4, 5]], max_tokens=3)
-        assert len(recorder.recorded) == 7 and recorder.replayed, "no knob has a step recorded"
+        assert recorder.recorded == made and recorder.replayed, "no knob has a step recorded"
     device.says = [900 * block, 1000 * block]
     refuses = recorded._replace(record=Refuses().graphs)
     assert pool_blocks(loaded, LIMITS, 16, backend=refuses) == int(948 * (1 - MARGIN)), (
