@@ -303,7 +303,9 @@ def test_the_pool_leaves_room_for_all_graphs(with_prompts: bool, monkeypatch: py
     recorded = PLAIN._replace(attention=attention, sampler=Likeliest, record=recorder.graphs, memory=lambda _: device)
     monkeypatch.setattr(backends, "CPU", recorded)
     if with_prompts:
-        monkeypatch.setattr("runtime.torch_backend.self_test.self_test", lambda loaded: None)  # it would see that we are blind
+        monkeypatch.setattr(
+            "runtime.torch_backend.self_test.self_test", lambda loaded: None
+        )  # it would see that we are blind
     with Engine(loaded, limits=LIMITS) as engine:
         tables = 8 * 6 * (loaded.max_model_len // 16)
         graphs = 100 * block + 3 * 5 * block + tables + with_prompts * (30 * block + tables)
