@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,14 @@ def specialisations(architecture: int) -> Iterator[Specialisation]:
         yield attention_specialisation(architecture, 16, 16, 192, decode=decode, value_dim=128)
         yield attention_specialisation(architecture, 8, 4, 256, decode=decode, window=4096, softcap=True)
         yield attention_specialisation(architecture, 64, 8, 64, decode=decode, window=128, sinks=True)
-    for dim in (64, 80, 128, 256):
+    for dim, tile in product((64, 80, 128, 256), (1, 2, 32)):
+        merging = attention.merge_tile(tile, next_power_of_2(dim))
         yield Specialisation(
-            f"merge {dim}", attention._merge,
+            f"merge {dim} of {tile}", attention._merge,
             {"partial": "*fp32", "partial_lse": "*fp32", "merges": "*i32", "starts": "*i32", "out": "*bf16"},
-            {"out_stride": 32 * dim, "out_head_stride": dim, "HEADS": 32, "VALUE_DIM": dim, "TILE": 1,
-            "BLOCK_V": next_power_of_2(dim)},
-            attention.merge_warps(next_power_of_2(dim)),
+            {"out_stride": 32 * dim, "out_head_stride": dim, "HEADS": 32, "VALUE_DIM": dim, "TILE": tile,
+            "TOKENS": merging.tokens, "PARTS": merging.parts, "BLOCK_V": next_power_of_2(dim)},
+            merging.warps,
         )  # fmt: skip
     for heads, kv_heads, dim, rotary, normed, fp8 in (
         (32, 8, 128, 128, False, False), (16, 8, 128, 128, True, False), (32, 8, 80, 32, False, False), (8, 4, 256, 256,

@@ -10,6 +10,8 @@ their log-sum-exp.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,6 @@ from runtime.torch_backend.cuda.tiles import FEW_ROWS, architecture_of, attentio
 
 NOTHING = tl.constexpr(-1.0e30)
 """Of a row that has seen no key yet: below every score, and finite, since −∞ − (−∞) is NaN."""
-
-MERGED_AT_ONCE = tl.constexpr(16)
 
 FP8_OFF, FP8_NATIVE, FP8_BITS = 0, 1, 2
 
@@ -99,17 +99,18 @@ def _attend(
     kv_head = tl.program_id(1)
     # the plan is older than the kernels that this one may overlap
     sequence = tl.load(item)
+    if sequence < 0:
+        if tl.program_id(0) == 0:  # nobody has anything to do; else it is enough that those wait who have
+            wait_for_previous(EARLY)
+        return
     first = tl.load(item + 1)
     part_begin = tl.load(item + 2)
     part_end = tl.load(item + 3)
     place = tl.load(item + 4)
-    known = tl.maximum(sequence, 0)
-    begun = tl.load(starts + known)
-    new = tl.load(starts + known + 1) - begun
-    before = tl.load(lengths + known) - new
+    begun = tl.load(starts + sequence)
+    new = tl.load(starts + sequence + 1) - begun
+    before = tl.load(lengths + sequence) - new
     wait_for_previous(EARLY)
-    if sequence < 0:
-        return
 
     row = tl.arange(0, BLOCK_M)
     token = first + row // GROUP
@@ -169,42 +170,54 @@ def _attend(
 @triton.jit
 def _merge(
     partial, partial_lse, merges, starts, out, out_stride: tl.constexpr, out_head_stride: tl.constexpr,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """One head of ``TOKENS`` tokens of a tile, ``PARTS`` of their parts at once."""
     let_next_begin(EARLY)
     merge = merges + tl.program_id(0) * 4
     sequence = tl.load(merge)
-    wait_for_previous(EARLY)
     if sequence < 0:
+        if tl.program_id(0) == 0:  # as in _attend
+            wait_for_previous(EARLY)
         return
-    nth = tl.program_id(1)
-    head = tl.program_id(2)
-    token = tl.load(merge + 1) + nth
+    first = tl.load(merge + 1) + tl.program_id(1) * TOKENS
     begun = tl.load(starts + sequence)
-    if token >= tl.load(starts + sequence + 1) - begun:
+    new = tl.load(starts + sequence + 1) - begun
+    if first >= new:
         return
     place = tl.load(merge + 2)
     count = tl.load(merge + 3)
+    wait_for_previous(EARLY)
+    head = tl.program_id(2)
+    nth = tl.arange(0, TOKENS)
+    row = tl.program_id(1) * TOKENS + nth  # of the tile
+    token = first + nth
+    written = (token < new) & (row < TILE)
     dv = tl.arange(0, BLOCK_V)
-    highest = tl.full([1], NOTHING, tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([BLOCK_V], tl.float32)
-    for done in tl.range(0, scalar(count), MERGED_AT_ONCE):
-        part = done + tl.arange(0, MERGED_AT_ONCE)
-        here = part < count
-        at = ((place + part).to(tl.int64) * TILE + nth) * HEADS + head
+    highest = tl.full([TOKENS], NOTHING, tl.float32)
+    total = tl.zeros([TOKENS], tl.float32)
+    acc = tl.zeros([TOKENS, BLOCK_V], tl.float32)
+    for done in tl.range(0, scalar(count), PARTS):
+        part = done + tl.arange(0, PARTS)
+        here = written[:, None] & (part < count)[None, :]
+        at = ((place + part).to(tl.int64)[None, :] * TILE + row[:, None]) * HEADS + head
         lse = tl.load(partial_lse + at, mask=here, other=float("-inf"))
         found = tl.load(
-            partial + at[:, None] * VALUE_DIM + dv[None, :], mask=here[:, None] & (dv[None, :] < VALUE_DIM), other=0.0
-        )
-        now = tl.maximum(highest, tl.max(lse, 0))
-        weights = tl.exp2(lse - now)
+            partial + at[:, :, None] * VALUE_DIM + dv[None, None, :],
+            mask=here[:, :, None] & (dv < VALUE_DIM)[None, None, :], other=0.0,
+        )  # fmt: skip
+        now = tl.maximum(highest, tl.max(lse, 1))
+        weights = tl.exp2(lse - now[:, None])
         fade = tl.exp2(highest - now)
-        total = total * fade + tl.sum(weights, 0)
-        acc = acc * fade + tl.sum(weights[:, None] * found, 0)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * found, 1)
         highest = now
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     at = (begun + token).to(tl.int64) * out_stride + head * out_head_stride
-    tl.store(out + at + dv, (acc / total).to(out.dtype.element_ty), mask=dv < VALUE_DIM)
+    tl.store(
+        out + at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=written[:, None] & (dv < VALUE_DIM)[None, :]
+    )
 
 
 def paged_attention(
@@ -298,9 +311,10 @@ def attend(
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     if plan.merging:
+        merging = merge_tile(sizes.tile, block_v)
         launch(
-            _merge, (sizes.splits, sizes.tile, heads), (partial, lse, plan.merges, plan.starts, out), (),
-            (*out.stride()[:2], heads, value_dim, sizes.tile, block_v), warps=merge_warps(block_v),
+            _merge, (sizes.splits, -(-sizes.tile // merging.tokens), heads), (partial, lse, plan.merges, plan.starts, out), (),
+            (*out.stride()[:2], heads, value_dim, sizes.tile, merging.tokens, merging.parts, block_v), warps=merging.warps,
         )  # fmt: skip
     return out
 
@@ -316,8 +330,19 @@ def pool_format(architecture: int) -> int:
     return FP8_NATIVE if architecture >= 89 else FP8_BITS
 
 
-def merge_warps(block_v: int) -> int:
-    return 1 if block_v <= 64 else 2
+class MergeTile(NamedTuple):
+    """``tokens`` of a tile that a program merges, and how many of their ``parts`` at once."""
+
+    tokens: int
+    parts: int
+    warps: int
+
+
+def merge_tile(tile: int, block_v: int) -> MergeTile:
+    """For tiles of ``tile`` tokens. Of most tiles nothing is in parts, but each of theirs has a program: so it takes several."""
+    if tile == 1:
+        return MergeTile(1, 16, 1 if block_v <= 64 else 2)
+    return MergeTile(min(8, next_power_of_2(tile)), 2, 4)
 
 
 def _check(
