@@ -4,7 +4,8 @@ Launching some ten kernels a layer takes the host longer than a small batch take
 a step, logits and sampling included, with the addresses they were recorded with; so everything that changes lies in tensors
 that stay where they are (:mod:`runtime.torch_backend.resident`). Larger graphs are recorded first and all share one memory
 pool, so that the smaller ones find room in what the largest has taken. Recording is part of the start: no knob, batch size
-or request triggers one later. Steps with prompts are never recorded.
+or request triggers one later. Steps with prompts are recorded likewise, up to what the head reads
+(:mod:`runtime.torch_backend.recorded_steps`).
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def let_next_begin(EARLY: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """All that the kernels before this one have written is there. A kernel that may begin early calls this in every program,
-    before it reads what they write and before it writes anything: so one kernel's end is the end of all before it."""
+    """All that the kernels before this one have written is there. A kernel that may begin early calls this before it reads what
+    they write and before it writes anything, and in one program at least: so one kernel's end is the end of all before it."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
