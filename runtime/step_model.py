@@ -299,6 +299,11 @@ class StepLearner:
         return self._decode.samples + self._mixed.samples >= 12
 
     @property
+    def knows_prompts(self) -> bool:
+        """Whether enough steps with prompts have been seen to say how many tokens of them a step may hold."""
+        return self.ready and self._mixed.samples >= 4
+
+    @property
     def samples(self) -> int:
         """Steps learned from."""
         return self._decode.samples + self._mixed.samples

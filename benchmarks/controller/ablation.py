@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -65,7 +66,7 @@ class NoGain:
 class NoComparison:
     """In the place of :class:`~autotune.control.controllers.predictive.start_comparison.StartComparison`."""
 
-    said, at_start = "", False
+    said, at_start, attained = "", False, 0.0
 
     def saw(self, *_: Any) -> None:
         pass
@@ -140,6 +141,11 @@ def _no_tiles(it: Any) -> None:
     it._steps.tile = 1
 
 
+def _no_first_steps(it: Any) -> None:
+    it._steps._first._said = deque([1 << 30])  # whatever is seen, until prompts are known
+    it._steps._first.saw = _always(None)
+
+
 def _no_trial(it: Any) -> None:
     it._worth_trying = _always(False)
 
@@ -156,6 +162,7 @@ PARTS: Mapping[str, Callable[[Any], None]] = {
     "comparison with the start": _no_comparison,
     "trials of the start": _no_trial,
     "whole tiles": _no_tiles,
+    "first steps": _no_first_steps,
     "no cut while the speed changes": _no_start,
 }
 """By name, what takes each out of a controller that has just been made."""

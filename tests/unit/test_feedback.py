@@ -18,10 +18,11 @@ def unbudgeted(
 
 
 def budgeted(
-    gain: FeedbackGain, *, slow: bool = False, late: bool = False, loaded: bool = True, may_miss: float = 0.0
-) -> float:
+    gain: FeedbackGain, *, slow: bool = False, late: bool = False, loaded: bool = True, may_miss: float = 0.0,
+    relief: float = 1.0,
+) -> float:  # fmt: skip
     before = gain.value
-    gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=0.99, worth=may_miss)
+    gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=0.99, worth=may_miss, relief=relief)
     return gain.value / before - 1
 
 
@@ -30,6 +31,17 @@ def test_where_steps_have_budgets_a_late_first_token_outweighs_slow_steps() -> N
     assert budgeted(gain, slow=True) == pytest.approx(-0.02)
     assert budgeted(gain, slow=True) == pytest.approx(-0.02)
     assert budgeted(gain, slow=True, late=True) == pytest.approx(0.02)
+
+
+def test_where_larger_steps_are_hardly_cheaper_a_late_first_token_makes_none_longer_than_the_target() -> None:
+    """But brings shorter ones back to it."""
+    gain = FeedbackGain()
+    assert budgeted(gain, late=True, relief=0.2) == 0
+    assert budgeted(gain, late=True, relief=0.3) == pytest.approx(0.02)
+    assert budgeted(gain, slow=True, late=True, relief=0.2) == pytest.approx(-0.02)
+    while gain.value >= 1:
+        budgeted(gain, slow=True, relief=0.2)
+    assert budgeted(gain, slow=True, late=True, relief=0.2) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(

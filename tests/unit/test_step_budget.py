@@ -6,12 +6,14 @@ import math
 
 import pytest
 
+from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.step_budget import StepBudget
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KnobLimits, Knobs
+from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
@@ -135,3 +137,48 @@ def test_a_step_holds_whole_tiles_unless_the_speed_keeps_changing(changes: float
     granted, most = steps.budget(view(0.03)), exact.budget(view(0.03))
     assert most > 512 and most % 256 > 0
     assert granted == (most if changes else most // 256 * 256)
+
+
+# -- before anything is known ---------------------------------------------------------------------------------------------
+
+
+def record(prompt: int, seconds: float, decodes: int = 5) -> StepRecord:
+    return StepRecord(
+        0.0, seconds, 1, decodes, 900 * decodes, 1, prompt, prompt, prompt * (prompt + 1) // 2, decodes, decodes, 0, 0, 1000, 0,
+        0, 4096, LimitedBy.BUDGET,
+    )  # fmt: skip
+
+
+def cold(slo: SLO = TARGET) -> StepBudget:
+    steps = StepBudget(TrustedModel(StepLearner()), Traffic(), SLOTargets({"default": slo}), FeedbackGain())
+    steps.tile = 1
+    return steps
+
+
+def test_the_first_steps_beside_decodes_grow_to_what_the_target_has_room_for() -> None:
+    """Twice as many tokens at most, from the second step on as many as the time of those before says."""
+    steps = cold()
+    sizes = []
+    for _ in range(5):
+        sizes.append(steps.budget(view(math.inf)) - 10)
+        steps.saw(record(sizes[-1], 0.006 + 20e-6 * sizes[-1]), 0.006 + 20e-6 * sizes[-1])
+    assert (
+        sizes[:2] == [256, 512] and 750 < sizes[2] < 1100 and all(0.02 < 0.006 + 20e-6 * n < 0.032 for n in sizes[2:])
+    )
+
+
+def test_one_stalled_step_shrinks_no_first_step() -> None:
+    steps = cold()
+    for seconds in (0.012, 0.012, 0.5, 0.012):
+        steps.saw(record(500, seconds), seconds)
+    assert steps.budget(view(math.inf)) > 900
+    for _ in range(constants.LATEST):  # they are all so long
+        steps.saw(record(500, 0.5), 0.5)
+    assert steps.budget(view(math.inf)) <= 10 + constants.FLOOR
+
+
+def test_where_no_target_bounds_a_step_the_first_ones_are_as_long_as_knobs_allow() -> None:
+    steps = StepBudget(
+        TrustedModel(StepLearner()), Traffic(), SLOTargets({"default": SLO(ttft_ms=500)}), FeedbackGain()
+    )
+    assert steps.budget(view(math.inf)._replace(step_time_target=math.inf)) == 4096

@@ -56,7 +56,7 @@ WIDTH = 8  # decodes that its beginning is looked for by
 ENTRIES = 2  # times that one was entered before it counts
 AGE = 5000  # steps after which it may have gone
 REST_S = 10.0  # in which the gain returns to 1 while demand is the limit, by e
-UNRELIABLE = 0.3  # mean relative error of predictions from which on they say nothing of the rate of prompts
+UNRELIABLE = 0.3  # mean relative error of predictions that say nothing of the rate of prompts, and cut no batch
 
 # Chosen on the loads of benchmarks.vllm_live in virtual time, on M9 and M5 with stalls, seeds 1 and 2, and on the busy host.
 
@@ -64,6 +64,7 @@ SCATTER = 0.01  # half of how much the TPOT of requests scatters about the targe
 
 # Not tuned: windows, and bounds on what is said without proof.
 
+FIRST = 256  # prompt tokens of the first step beside decodes, before anything is known of such steps
 WINDOW = 256  # requests, and steps, that statistics are of
 MEMORY = 0.02  # weight of the newest step in shares and means
 SAMPLE = 16  # lengths that stand for all of the latest ones

@@ -118,6 +118,7 @@ class PredictiveController:
 
     def observe_step(self, record: StepRecord) -> None:
         if seconds := self._learned.observe(record):
+            self._steps.saw(record, seconds)
             self._traffic.step(record, seconds, self._ceiling)
             self._demand.step(record)
             self._usual.step(record)
@@ -154,16 +155,17 @@ class PredictiveController:
         if late:  # where a prompt alone usually takes as long, they are late whatever is done
             usual = self._learned.bias * self._predicted(0, int(self._traffic.prompts.mean))
             late = 1e3 * usual <= targets.ttft
-        loaded = self._traffic.bound > 0.1
+        loaded, relief = self._traffic.bound > 0.1, self._relief if late else 0.0
         if self._budgeted:
             worth = 0.0
             if self._unsteady:  # then misses say little of how long steps are
                 worth = math.inf
             elif loaded and self._gain.value < 1:
                 worth = worth_missing(self._relief)
-            self._gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, worth=worth)
+            self._gain.budgeted(
+                slow=slow, late=late, loaded=loaded, attainment=slo.attainment, worth=worth, relief=relief
+            )
         else:
-            relief = self._relief if late else 0.0
             self._gain.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, relief=relief)
 
     def budget(self, view: SchedulerView) -> int:
@@ -324,6 +326,8 @@ class PredictiveController:
             why = f"predicted {_ms(self._predicted(batch))} for {batch} decodes alone"
         elif self._unsteady:
             why = f"{batch} sequences, while the speed keeps changing"
+        elif self._budgeted and self.model.error > constants.UNRELIABLE:
+            why = f"{batch} sequences, while predictions are off by {self.model.error:.0%}"
         elif self._most < 1:
             why = f"{batch} sequences, as no batch meets the target"
         else:
@@ -331,11 +335,11 @@ class PredictiveController:
         return batch, why
 
     def _least(self, top: int, at_once: int) -> int:
-        """Sequences that the model is not trusted to go below: the starting ones where the speed keeps changing, or where no
-        batch meets the target, so that a smaller one gains nothing; else the most that met the target lately (``at_once``: the
-        most that any step held)."""
+        """Sequences that the model is not trusted to go below: the starting ones where the speed keeps changing, where it has
+        been far off, or where no batch meets the target, so that a smaller one gains nothing; else the most that met the target
+        lately (``at_once``: the most that any step held)."""
         start = min(self.start.max_batch_size, top)
-        if self._most < 1 or self._unsteady:
+        if self._most < 1 or self._unsteady or (self._budgeted and self.model.error > constants.UNRELIABLE):
             return start
         return 1 if self._most >= min(start, at_once) else min(start, self._traffic.in_time(self.target))
 

@@ -3,7 +3,9 @@
 Formula. Each request that ends, and has a TPOT target, moves the factor k by a share of itself (``RATE``):
 
 - where each step has a budget of its own: up by 1 for a TTFT that was missed, else down by 1 for a TPOT. A request lost to its
-  queue is as lost as one that decoded too slowly, and the budgets already hold every step to its target;
+  queue is as lost as one that decoded too slowly, and the budgets already hold every step to its target. Above 1 it goes up only
+  where relief (below) exceeds ``HELPS``, and else down by 1 for a TPOT alone: where time is all tokens, longer steps serve no
+  queue, and all who decode are late as well;
 - where knobs alone hold: down by 1 for a TPOT missed, or an ITL. A TTFT missed moves it up by ``relief`` (0 to 1), how much
   faster, as a share, prompts would be computed in larger steps: where a step costs little beside its tokens, larger ones help
   no queue;
@@ -51,10 +53,11 @@ class FeedbackGain:
         if self.value > 1:
             self.value = 1 + (self.value - 1) * math.exp(-seconds / constants.REST_S)
 
-    def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, worth: float) -> None:
+    def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, worth: float, relief: float) -> None:
         """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget. ``worth``: the
         share of misses that costs what shorter steps would, see :func:`worth_missing`."""
         least, most = constants.MISSED
+        late &= self.value < 1 or relief > constants.HELPS
         by = 1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, min(max(worth, least), most)))
         self._move(by, 1.0 if self.sheds else constants.GAIN[1])
 

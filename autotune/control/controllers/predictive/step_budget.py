@@ -8,6 +8,8 @@ what it needs in reserve; a gap is a single step.) Where an E2E target asks for 
 being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
 down to whole tiles (:mod:`autotune.control.controllers.tiles`).
 
+Before the model knows what prompts cost, the first ones beside decodes go in steps of :class:`FirstSteps`.
+
 Where prompts had better come together (:mod:`.step_size` says when, and of what size n), a step holds n
 prompt tokens if the slack pays for all of it, and else none: half a prefill_quantum costs nearly as much as a whole one.
 
@@ -21,6 +23,7 @@ steps late. Source: deadline-aware chunking as in Sarathi-Serve (OSDI 2024), and
 from __future__ import annotations
 
 import math
+from collections import deque
 
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain
@@ -28,8 +31,29 @@ from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.targets import SLOTargets
 from autotune.control.controllers.tiles import TILE, whole_tiles
+from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
 from runtime.tunable import SchedulerView
+
+
+class FirstSteps:
+    """Prompt tokens of a step beside decodes while nothing can be predicted: those of a step lately times what the target is to
+    the time it took, and no more than twice as many; of the last few steps the one that says most, since a step may have been
+    stalled. Too few where steps have costs besides. An engine that has just started may meet a burst of prompts, which could all
+    be in one step by its knobs (slow start: Jacobson, SIGCOMM 1988)."""
+
+    def __init__(self) -> None:
+        self._said = deque([constants.FIRST], constants.LATEST)
+
+    @property
+    def tokens(self) -> int:
+        return max(constants.FLOOR, *self._said)
+
+    def saw(self, record: StepRecord, seconds: float, target: float) -> None:
+        """A step that took ``seconds``."""
+        prompt = record.prefill_tokens
+        if target < math.inf and (seconds > target or 2 * prompt >= self.tokens):
+            self._said.append(int(prompt * min(2.0, target / seconds)))
 
 
 class StepBudget:
@@ -42,6 +66,7 @@ class StepBudget:
         )
         self._rate = 0.0
         self._prompts_per_step = 1
+        self._first = FirstSteps()
         self.tile = TILE  # tokens; 1: steps of any number
         self.prefill_quantum = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
@@ -51,14 +76,23 @@ class StepBudget:
         """Seconds that a step may take on average, for the tightest of the classes served lately; inf when nothing bounds it."""
         return min(self._targets.step, self._targets.step_time_for_e2e(self._traffic.outputs)) * self._gain.value
 
+    def saw(self, record: StepRecord, seconds: float) -> None:
+        """A step that took ``seconds``."""
+        if record.prefill_tokens and not self._learned.model.knows_prompts:
+            self._first.saw(record, seconds, self.target)
+
     def budget(self, view: SchedulerView) -> int:
         """Tokens that the coming step may hold; all that the knobs allow while the model is not to be trusted."""
         top, decodes, learned = view.knobs.token_budget, view.decoding, self._learned
         if self._targets.left_out:
             view = self._feasible(view)
-        if not (decodes and learned.trusted and learned.model.ready) or decodes > learned.slow.max_decodes:
+        if not (decodes and learned.trusted) or decodes > learned.slow.max_decodes:
             self._granted = view, math.inf
             return top
+        if not learned.model.knows_prompts:
+            self._granted = view, math.inf
+            bounded = min(view.step_time_target, self.target) < math.inf
+            return min(top, whole_tiles(decodes + self._first.tokens, decodes, self.tile)) if bounded else top
         for_e2e = self._targets.step_time_for_e2e(self._traffic.outputs)
         tightest, gap = view.step_time_target, self._targets.gap
         if tightest < math.inf:  # of those that decode now
