@@ -53,14 +53,12 @@ def there(found: Findings) -> list[Run]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [1.5, 0.6])
-def test_a_first_bad_minute_does_not_choose_the_rate(journal: Path, factor: float) -> None:
-    """The first measurements saw another machine: at the rate that suits that one all settings keep everything, or nothing."""
+def test_a_first_bad_minute_does_not_choose_the_rate(journal: Path) -> None:
+    """The first measurements saw a slower machine: at the rate that suits that one all settings meet everything."""
     requested = question(rate=None, sim_trials=24)
-    found, reported = changed(factor, journal, requested, until=2)
+    found, reported = changed(1.5, journal, requested, until=2)
     assert found.setup is not None and len(rates(reported)) >= 2 and rates(reported)[-1] == found.setup.rate
-    before = (min if factor > 1 else max)(rates(reported))
-    assert (found.setup.rate > 1.1 * before) if factor > 1 else (found.setup.rate < 0.9 * before)
+    assert found.setup.rate > 1.1 * min(rates(reported))
     assert len(there(found)) >= 3 and {run.knobs for run in there(found)} == set(found.expected)
     best = max(p.attainment for p in found.comparable())
     assert best > 0.6 and min(p.attainment for p in found.comparable()) < 0.98, "settings can be told apart"

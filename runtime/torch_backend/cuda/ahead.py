@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -126,7 +127,7 @@ def specialisations(architecture: int) -> Iterator[Specialisation]:
         yield attention_specialisation(architecture, 16, 16, 192, decode=decode, value_dim=128)
         yield attention_specialisation(architecture, 8, 4, 256, decode=decode, window=4096, softcap=True)
         yield attention_specialisation(architecture, 64, 8, 64, decode=decode, window=128, sinks=True)
-    for dim, tile in product((64, 80, 128, 256), (1, 2, 32)):
+    for dim, tile in product((64, 80, 128, 256), (1, 32)):
         merging = attention.merge_tile(tile, next_power_of_2(dim))
         yield Specialisation(
             f"merge {dim} of {tile}", attention._merge,
@@ -250,21 +251,33 @@ def main() -> int:
         "--architecture", type=int, choices=ARCHITECTURES, action="append", help="compute capability; all by default"
     )
     parser.add_argument("--only", default="", help="kernels whose name begins so")
+    parser.add_argument("--each", type=_whole, default=1, help="of each kernel, the first shape and every so many-th")
     given = parser.parse_args()
     try:
-        _report(given.architecture or ARCHITECTURES, given.only)
+        _report(given.architecture or ARCHITECTURES, given.only, given.each)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _report(architectures: Iterable[int], only: str) -> None:
+def _whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; it must be a whole number of at least 1")
+    return int(text)
+
+
+def _report(architectures: Iterable[int], only: str, each: int) -> None:
     found = []
     for architecture in architectures:
         print(f"sm_{architecture:<43} registers  spilled   shared  warps")
+        seen = Counter[str]()
         for what in specialisations(architecture):
             if what.name.startswith(only):
+                kernel = what.name.split()[0]
+                seen[kernel] += 1
+                if (seen[kernel] - 1) % each:
+                    continue
                 found.append(compiled(what, architecture))
                 one = found[-1]
                 print(f"{one.name:<46} {one.registers:>9} {one.spilled:>8} {one.shared:>8} {one.warps:>6}", flush=True)
