@@ -165,8 +165,8 @@ def test_a_machine_found_faster_while_it_served_is_predicted_faster(tmp_path: Pa
     assert serving_speed(Profile.model_validate_json(json.dumps(written))) == 1.0
 
 
-def test_a_warm_start_spares_the_first_requests(tmp_path: Path) -> None:
-    """A slow machine, knobs wide open: without knowledge the first steps are as long as the knobs allow."""
+def test_no_first_step_is_as_long_as_the_knobs_allow(tmp_path: Path) -> None:
+    """A slow machine, knobs wide open: with knowledge of it the first steps are as long as the target, and without they grow."""
     path = profile_of(slow_cpu, tmp_path / "mine.yaml")
     load = poisson(15, 4, 1000, 100, seed=2)
     slo = SLO(ttft_ms=2000, tpot_ms=300)
@@ -180,5 +180,5 @@ def test_a_warm_start_spares_the_first_requests(tmp_path: Path) -> None:
         return sum(bool(slo.violated(r)) for r in records), max(max(r.itl) for r in records)
 
     (missed, gap), (missed_cold, gap_cold) = served(path), served(None)
-    assert missed < missed_cold
-    assert gap < 0.5 < 2 < gap_cold
+    assert missed <= missed_cold <= 1.1 * missed
+    assert max(gap, gap_cold) < 0.5, "the knobs allow steps of seconds"
