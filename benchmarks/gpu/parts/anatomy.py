@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections import Counter, deque
@@ -59,9 +58,7 @@ def run(place: Place, model: str) -> None:
     capacity = 64 if place.dry else default_kv_blocks(loaded, _BLOCK)
     needed = {name: step.blocks(_BLOCK, _HEADROOM) for name, step in chosen.items()}
     fit = [blocks for blocks in needed.values() if blocks <= capacity]
-    recorded: dict[str, Any] = (
-        {"max_batch_size": 256} if "max_batch_size" in inspect.signature(TorchExecutor).parameters else {}
-    )
+    recorded: dict[str, Any] = {"max_batch_size": 256, "token_budget": 4096}
     executor = TorchExecutor(loaded, kv_blocks=max(fit), block_size=_BLOCK, **recorded)
     failed = []
     for name, step in chosen.items():
