@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, get_args
 
 from runtime.clock import Clock
 from runtime.errors import LeaseError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
+from runtime.step_model import StepFeatures
 
 if TYPE_CHECKING:
     from runtime.llm.admission import AdmissionPolicy
@@ -130,6 +131,8 @@ class SchedulerView(NamedTuple):
     behind the others, for requests that have missed their SLO. ``prefilling_tokens``: prompt tokens admitted and not yet
     computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
     ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due.
+    ``in_flight``: where the coming step begins only when another one has ended, that one, and ``in_flight_since`` when it began;
+    all the rest is as of its end but for ``now``, so what is left of it is to be taken from every slack.
     """
 
     now: float
@@ -151,6 +154,18 @@ class SchedulerView(NamedTuple):
     in_progress: tuple[tuple[int, int], ...] = ()
     token_deadlines: tuple[tuple[float, float], ...] = ()
     relegated_tokens: int = 0
+    in_flight: StepFeatures | None = None
+    in_flight_since: float = 0.0
+
+    def after(self, seconds: float) -> Self:
+        """The same in so many seconds, had nothing else happened."""
+        return self._replace(
+            now=self.now + seconds,
+            least_slack=self.least_slack - seconds,
+            decode_slack=self.decode_slack - seconds,
+            token_deadlines=tuple([(target, left - seconds) for target, left in self.token_deadlines]),
+            in_flight=None,
+        )
 
     @property
     def running(self) -> int:

@@ -26,6 +26,7 @@ from runtime.request import Request, Sequence
 from runtime.shared.ceilings import MemoryCeilings, StepLoad
 from runtime.shared.expiries import Expiries
 from runtime.shared.settings import Settings
+from runtime.step_model import StepFeatures
 from runtime.tunable import SchedulerView, StepPolicy
 
 log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class EngineCore:
         if getattr(executor, "overlaps", False):
             self._overlapping = cast(OverlappingExecutor, executor)
         self._flight: _Flight | None = None
+        self._behind: _Flight | None = None  # while a step is planned that begins when this one has ended
         self._last_end = -inf
 
     @property
@@ -229,11 +231,14 @@ class EngineCore:
         token_deadlines = slack.token_deadlines(now, decodes.step, now if last_end is None else last_end)
         decode_slack = min([left for _, left in token_deadlines]) if token_deadlines else inf
         epoch, knobs = self.settings.current
+        behind = self._behind
         return SchedulerView(
             now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
             decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
             min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.effective_limits,
             slack.step_time_target, in_progress, token_deadlines, waiting.relegated_tokens,
+            None if behind is None else StepFeatures.of_plan(behind.plan),
+            0.0 if behind is None else max(behind.start, self._last_end),
         )  # fmt: skip
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
@@ -306,7 +311,7 @@ class EngineCore:
         scheduler, executor = self.scheduler, self._overlapping
         assert executor is not None
         unsettled = scheduler.commit(flight.plan, now)
-        ahead = None if flight.error is not None else self._ahead(executor, now, finished)
+        ahead = None if flight.error is not None else self._ahead(executor, flight, now, finished)
         late = ahead is not None and executor.needs_tokens(ahead)
         follower = None if ahead is None or late else _launched(executor, ahead, now)
         try:
@@ -341,14 +346,20 @@ class EngineCore:
         scheduler.waiting.stepped(record)
         return StepOutcome(record, result, finished, flight.plan.wake_at, result.ends[-1])
 
-    def _ahead(self, executor: OverlappingExecutor, now: float, finished: list[Finished]) -> StepPlan | None:
-        """The plan of the step behind the one in flight, if there is one and it may be made now."""
+    def _ahead(
+        self, executor: OverlappingExecutor, flight: _Flight, now: float, finished: list[Finished]
+    ) -> StepPlan | None:
+        """The plan of the step behind the one in ``flight``, if there is one and it may be made now."""
         if executor.in_trouble or self.memory.lowered or not self.scheduler.can_plan_ahead:
             return None
         setting = self.settings.current  # once: a plan with drafts must not be launched ahead, even if a knob turns now
         if self.scheduler.speculates(setting[1]):
             return None
-        plan = self._schedule(now, finished, setting)
+        self._behind = flight
+        try:
+            plan = self._schedule(now, finished, setting)
+        finally:
+            self._behind = None
         return None if plan.empty else plan
 
     def _expire(self, now: float, finished: list[Finished]) -> float:

@@ -8,6 +8,8 @@ what it needs in reserve; a gap is a single step.) Where an E2E target asks for 
 being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
 down to whole tiles (:mod:`autotune.control.controllers.tiles`).
 
+Where steps overlap, slack is as of the end of the step in flight, as predicted.
+
 Before the model knows what prompts cost, the first ones beside decodes go in steps of :class:`FirstSteps`.
 
 Where prompts had better come together (:mod:`.step_size` says when, and of what size n), a step holds n
@@ -86,6 +88,9 @@ class StepBudget:
         top, decodes, learned = view.knobs.token_budget, view.decoding, self._learned
         if self._targets.left_out:
             view = self._feasible(view)
+        if view.in_flight is not None and learned.model.ready:  # the coming step begins when that one has ended
+            ends = view.in_flight_since + learned.bias * learned.model.predict(view.in_flight)
+            view = view.after(max(0.0, ends - view.now))
         if not (decodes and learned.trusted) or decodes > learned.slow.max_decodes:
             self._granted = view, math.inf
             return top
