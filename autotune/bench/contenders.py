@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.engines.defaults import VLLM_DEFAULTS
 from autotune.report.tables import turned
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
 
 if TYPE_CHECKING:
     from autotune.control.loop import Control
     from autotune.engines import Engine
+    from autotune.profile import Profile
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``knobs``: the setting it runs at, or from which its controller starts, knowing nothing else.
-
-    ``attach`` puts another controller to work than :func:`autotune.control` does by itself.
-    """
+    """``knobs``: the setting it runs at, or from which its controller starts. ``control``: by the ``controller`` of that name
+    (None: what :func:`autotune.control` takes by itself), which knows of the machine what ``profile`` says, and else nothing.
+    ``rejects``: whether late requests are rejected early, and the queue is in order of deadlines. ``attach`` puts to work what
+    is none of these."""
 
     name: str
     knobs: Knobs
     control: bool = False
+    controller: str | None = None
+    profile: Profile | None = None
+    rejects: bool = False
     attach: Callable[[Engine, SLO], AbstractContextManager[Control]] | None = None
+
+    def rejecting(self) -> Contender:
+        """The same with late requests rejected."""
+        return replace(self, name=f"{self.name}, late rejected", rejects=True)
+
+    def at_work(self, engine: Engine, slo: SLO) -> AbstractContextManager[Control | None]:
+        """What it does beside the setting, until the end of the block. Raises :class:`InputError` where its controller cannot be
+        made."""
+        from autotune.control.attach import attach
+
+        if self.attach is not None:
+            return self.attach(engine, slo)
+        if not self.control:
+            return _rejecting(engine) if self.rejects else nullcontext()
+        try:
+            return attach(
+                engine,
+                slo=slo,
+                profile=self.profile,
+                start=self.knobs,
+                admission=self.rejects,
+                controller=self.controller,
+            )
+        except ValueError as error:
+            raise InputError(f"--controller: {error}") from None
+
+
+@contextmanager
+def _rejecting(engine: Engine) -> Iterator[None]:
+    engine.set_admission(AdmissionPolicy())
+    try:
+        yield
+    finally:
+        engine.set_admission(None)
 
 
 def defaults(limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
@@ -38,23 +76,17 @@ def defaults(limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
 
 
 def controlled(
-    limits: KnobLimits, start: Knobs | None = None, stock: Knobs = VLLM_DEFAULTS, controller: str | None = None
+    limits: KnobLimits,
+    start: Knobs | None = None,
+    stock: Knobs = VLLM_DEFAULTS,
+    controller: str | None = None,
+    profile: Profile | None = None,
 ) -> Contender:
-    """A controller that starts cold: from the defaults, or from ``start``, a profile's setting; the one named ``controller``."""
-    attach = None if controller is None else partial(_attach, controller)
+    """A controller that starts cold from the defaults; or from ``start``, a profile's setting, and with what ``profile`` knows of
+    the machine. ``controller``: the one of that name."""
     if start is None:
-        return Contender("control", limits.clamp(stock), control=True, attach=attach)
-    return Contender("control from profile", limits.clamp(start), control=True, attach=attach)
-
-
-def _attach(controller: str, engine: Engine, slo: SLO) -> Control:
-    """``controller`` at work. Raises :class:`InputError` where it cannot be made."""
-    from autotune.control.attach import attach
-
-    try:
-        return attach(engine, slo=slo, controller=controller)
-    except ValueError as error:
-        raise InputError(f"--controller: {error}") from None
+        return Contender("control", limits.clamp(stock), True, controller)
+    return Contender("control from profile", limits.clamp(start), True, controller, profile)
 
 
 def fixed(knobs: Knobs, name: str | None = None) -> Contender:

@@ -9,13 +9,10 @@ nothing is left out: what a controller loses while it learns counts against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from autotune.bench.contenders import Contender
-from autotune.control.attach import attach
 from autotune.control.decision_log import Decision
-from autotune.control.loop import Control
 from autotune.engines import Engine
 from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.measure.score import Score
@@ -113,7 +110,8 @@ def _measure(
 ) -> Result:
     records: list[RequestRecord] = []
     engine.set_knobs(turn.contender.knobs)
-    with _attached(engine, turn.contender, slo) as attached:
+    engine.view()  # waits until what the turn before has set is gone
+    with turn.contender.at_work(engine, slo) as attached:
         score = evaluate(
             engine,
             None,
@@ -140,12 +138,6 @@ def _measure(
         tuple(_outcome(record, start, slo, classes) for record in records if record.offered),
         tuple(d._replace(at=max(0.0, d.at - start)) for d in decisions),
     )
-
-
-def _attached(engine: Engine, contender: Contender, slo: SLO) -> AbstractContextManager[Control | None]:
-    if not contender.control:
-        return nullcontext()
-    return attach(engine, slo=slo) if contender.attach is None else contender.attach(engine, slo)
 
 
 def _outcome(record: RequestRecord, start: float, slo: SLO, classes: Sequence[RequestClass]) -> Outcome:

@@ -79,8 +79,15 @@ def bench(
         Option(help="A setting to compare: max_batch_size=64,token_budget=512; others as the defaults. Repeatable."),
     ] = None,
     profile: Annotated[
-        str | None, Option(help="A profile: its load, its setting, and control that starts from it.")
+        str | None, Option(help="A profile: its load, its setting, and control that starts with what it knows.")
     ] = None,
+    reject_late: Annotated[
+        bool,
+        Option(
+            "--reject-late",
+            help="Defaults and control also with what cannot meet its TTFT any more rejected, in order of deadlines.",
+        ),
+    ] = False,
     controller: Controller = None,
     cpu: Cpu = False,
     gpu: Gpu = False,
@@ -132,10 +139,13 @@ def bench(
 
     def compared(limits: KnobLimits, stock: Knobs) -> list[Contender]:
         contenders = [defaults(limits, stock), controlled(limits, stock=stock, controller=controller)]
+        if reject_late:
+            contenders += [contender.rejecting() for contender in contenders]
         if given is not None:
+            same = model is None or model == given.model.name  # steps of another model say nothing
             contenders += [
                 at(limits.clamp(given.knobs), "profile"),
-                controlled(limits, given.knobs, controller=controller),
+                controlled(limits, given.knobs, controller=controller, profile=given if same else None),
             ]
         contenders += [checked("--fixed", lambda text: parse_fixed(text, limits, stock), text) for text in fixed or ()]
         names = [c.name for c in contenders]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from autotune import control
 from autotune.bench.contenders import Contender, short
-from autotune.control.loop import Control
-from autotune.engines import Engine
 from autotune.engines.defaults import VLLM_DEFAULTS
 from benchmarks.controller.constants import constants_of
 from benchmarks.controller.contenders import ALGORITHMS, LAYERS, OURS, POLICIES, STACK, Layer, attach
 from runtime.knobs import KnobLimits, Knobs
-from runtime.slo import SLO
 
 RIVALS = ("aimd", "bisection")
 """Those that take part live: the strongest of the products' algorithms in simulation."""
@@ -20,7 +16,7 @@ RIVALS = ("aimd", "bisection")
 
 def ours(limits: KnobLimits) -> Contender:
     """The predictive controller with all it has: knobs, budgets of single steps, early rejection, deadline order."""
-    return Contender("control", limits.clamp(VLLM_DEFAULTS), control=True, attach=_full)
+    return Contender("control", limits.clamp(VLLM_DEFAULTS), control=True, rejects=True)
 
 
 def ours_knobs_only(limits: KnobLimits) -> Contender:
@@ -43,12 +39,4 @@ def layers(limits: KnobLimits) -> list[Contender]:
 
 def admitted(knobs: Knobs, name: str = "") -> Contender:
     """A fixed setting with our early rejection and deadline order, and nothing else of ours."""
-    return Contender(name or f"{short(knobs)} with admission", knobs, control=True, attach=_admitted)
-
-
-def _full(engine: Engine, slo: SLO) -> Control:
-    return control(engine, slo=slo, admission=True)
-
-
-def _admitted(engine: Engine, slo: SLO) -> Control:
-    return control(engine, slo=slo, controller="static", admission=True)
+    return Contender(name or f"{short(knobs)} with admission", knobs, control=True, controller="static", rejects=True)

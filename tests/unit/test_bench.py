@@ -30,6 +30,7 @@ from autotune.bench import (
     turns,
 )
 from autotune.bench.table import show
+from autotune.profile import load_profile
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -40,13 +41,16 @@ from tests.unit.paced import FACTS, WORKLOAD, paced
 from tests.unit.profiles import score
 from tests.unit.report.reporting import Page
 
+ROOT = Path(__file__).parents[2]
 EASY = SLO(ttft_ms=5000, tpot_ms=1000)
 ONE, TWO = fixed(Knobs(16, 0, 128, 128)), fixed(Knobs(4, 0, 32, 32))
 
 
-def run(engine: Engine, contenders: list[Contender], rounds: int = 1, **options: Any) -> list[Result | Failure]:
+def run(
+    engine: Engine, contenders: list[Contender], rounds: int = 1, slo: SLO = EASY, **options: Any
+) -> list[Result | Failure]:
     given = {"vocab_size": FACTS.vocab_size, "duration": 0.5, **options}
-    return list(measure(engine, turns(contenders, rounds, 7), parse_workload(WORKLOAD), EASY, **given))
+    return list(measure(engine, turns(contenders, rounds, 7), parse_workload(WORKLOAD), slo, **given))
 
 
 def test_rounds_rotate_and_share_their_arrivals_but_no_prompt() -> None:
@@ -262,3 +266,30 @@ def test_defaults_are_clamped_and_control_starts_from_them() -> None:
     assert defaults(limits).knobs == controlled(limits).knobs == Knobs(64, 0, 512, 256)
     assert not defaults(limits).control and controlled(limits).control
     assert controlled(limits, Knobs(128, 0, 64, 64)) == Contender("control from profile", Knobs(64, 0, 64, 64), True)
+
+
+def test_control_from_a_profile_knows_its_step_times() -> None:
+    """And as nothing does that starts cold, predicts from the first decision on."""
+    given = load_profile(ROOT / "profiles" / "cpu-2core-tiny.yaml")
+    with paced() as engine:
+        warm = controlled(engine.limits, ONE.knobs, profile=given)
+        cold = controlled(engine.limits, ONE.knobs)
+        with warm.at_work(engine, EASY) as attached:
+            assert attached is not None and attached.controller.model.ready
+        with cold.at_work(engine, EASY) as attached:
+            assert attached is not None and not attached.controller.model.ready
+
+
+@pytest.mark.parametrize("control", [True, False])
+def test_late_requests_are_rejected_in_the_turns_that_say_so(control: bool) -> None:
+    """More come than can be served in time; without it none is rejected."""
+    slo = SLO(ttft_ms=1, tpot_ms=5000)
+    with paced() as engine:
+        plain = controlled(engine.limits) if control else ONE
+        results = run(engine, [plain, plain.rejecting()], slo=slo)
+        engine.view()
+        assert engine.admission is None, "what a turn has set ends with it"
+    kept, rejecting = (result for result in results if isinstance(result, Result))
+    assert rejecting.turn.contender.name == f"{plain.name}, late rejected"
+    assert all(outcome.ttft_ms is not None for outcome in kept.outcomes)
+    assert any(outcome.ttft_ms is None for outcome in rejecting.outcomes)

@@ -38,7 +38,7 @@ PARTS: Final = (
     Part("profile-qwen3-0.6b", "autotune profile, Qwen3 0.6B", "profile", 480, "qwen3-0.6b"),
     Part("profile-qwen3-8b", "autotune profile, Qwen3 8B", "profile", 480, "qwen3-8b"),
     Part("profile-llama-3.1-8b", "autotune profile, Llama 3.1 8B", "profile", 480, "llama-3.1-8b"),
-    Part("controller", "The controller, live", "controller", 480, "qwen3-0.6b"),
+    Part("controller", "The controller, live", "controller", 520, "llama-3.1-8b"),
     Part("anatomy-small", "Anatomy of a step, a small model", "anatomy", 420, "qwen3-0.6b"),
     Part("kernel-tests", "The kernels' own tests", "kernel_tests", 540, kernels=True),
 )

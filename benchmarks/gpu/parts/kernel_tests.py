@@ -12,7 +12,7 @@ from typing import Final
 from benchmarks.gpu.place import LeftOutError, Place
 
 _ROOT: Final = Path(__file__).parents[3]
-_FILES: Final = ("rope", "rows", "sampling", "plan", "attention")
+_FILES: Final = ("rope", "rows", "sampling", "plan", "attention", "linear", "launch")
 _LIMIT_S: Final = 500
 
 
@@ -22,7 +22,7 @@ def run(place: Place, argument: str) -> None:
             raise LeftOutError(f"it needs {package}, which is not installed (benchmarks/gpu/wheels.txt)")
     files = [f"tests/unit/test_kernel_{name}.py" for name in (("rows",) if place.dry else _FILES)]
     if not place.dry:
-        files.append("tests/gpu/test_models.py")
+        files += [f"tests/gpu/test_{name}.py" for name in ("models", "decode_graphs", "pool_size")]
     settings = place.folder / "pytest.ini"
     settings.write_text(
         "[pytest]\nmarkers =\n  slow: long\n  unit: of one module\n  gpu: needs a GPU\n", encoding="utf-8"
