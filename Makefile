@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity bench-gpu-projection gpu clean
+.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity bench-gpu-projection bench-soak gpu clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -48,6 +48,7 @@ help:
 	@echo "make bench-vllm-live   vLLM with control, with its defaults and at fixed settings (needs a Python that has vLLM)"
 	@echo "make bench-vllm-sweep  how good a setting the profiler finds on vLLM, and in what share of a grid's time (the same)"
 	@echo "make bench-vllm-fidelity  what is simulated from a profile of vLLM against what vLLM then does (the same)"
+	@echo "make bench-soak        ten minutes past capacity, with clients that hang up: does anything leak, is anything lost?"
 	@echo "make bench-gpu-projection  what a decode step would take on four GPUs, from the calls of this tree and published figures"
 	@echo "make gpu               everything that only a GPU can tell, an hour and a half (ARGS=--dry: all of it on the CPU, minutes)"
 	@echo "make clean             remove .venv and every cache"
@@ -141,6 +142,9 @@ bench-embeddings: $(STAMP)
 
 bench-padding: $(STAMP)
 	$(PY) -m benchmarks.padding $(ARGS)
+
+bench-soak: $(STAMP)
+	$(PY) -m benchmarks.soak $(ARGS)
 
 bench-gpu-projection: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.gpu_projection $(ARGS)

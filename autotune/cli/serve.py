@@ -255,8 +255,16 @@ def _serve_here(serving: InProcess, requested: ToServe, profile: Profile | None,
             how = "controlled" if requested.controlled else "not controlled"
             with_slo = f" · SLO {requested.slo}, {how}" if requested.slo else ""
             print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
+            if requested.slo and requested.slo.ttft_ms and not (requested.reject_late or requested.relegate_late):
+                print(f"note: {_KEEPS_LATE}", file=sys.stderr, flush=True)
 
         return serve_until_stopped(api, bound, grace_s=requested.grace_s, ready=ready)
+
+
+_KEEPS_LATE = (
+    "requests that can no longer meet their TTFT are served all the same; past capacity most of what can be gained is to "
+    "reject them (--reject-late) or to compute them last (--relegate-late)"
+)
 
 
 def _profile(path: Path | None, purpose: str) -> Profile | None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.torch_backend.executor import TorchExecutor
     from runtime.torch_backend.loading import LoadedModel
-
-# oneDNN keeps the last 1024 products it has prepared, by shape; rows × lengths of a day's batches are more
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 
 
 def build(

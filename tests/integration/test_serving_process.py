@@ -64,6 +64,7 @@ def test_a_signal_drains(tmp_path: Path) -> None:
     log = ("--records", "records.jsonl", "--decisions", "decisions.jsonl")
     with in_process(tmp_path, *SMALL, "--slo", "ttft=60s", *log) as server:
         assert "SLO ttft=60000ms@99%, controlled" in server.output
+        assert "note: requests that can no longer meet their TTFT are served all the same" in server.output
         reader = Reader(server.url, 150)
         server.signal(signal.SIGTERM)
         until = time.monotonic() + 30
