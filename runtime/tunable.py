@@ -158,7 +158,7 @@ class SchedulerView(NamedTuple):
     in_flight_since: float = 0.0
 
     def after(self, seconds: float) -> Self:
-        """The same in so many seconds, had nothing else happened."""
+        """The same in ``seconds``, had nothing else happened."""
         return self._replace(
             now=self.now + seconds,
             least_slack=self.least_slack - seconds,
