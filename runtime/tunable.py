@@ -132,7 +132,7 @@ class SchedulerView(NamedTuple):
     computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
     ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due.
     ``in_flight``: where the coming step begins only when another one has ended, that one, and ``in_flight_since`` when it began;
-    all the rest is as of its end but for ``now``, so what is left of it is to be taken from every slack.
+    all the rest is as of its end but for ``now``, so what is left of it comes off slack (:meth:`after`).
     """
 
     now: float
@@ -158,12 +158,18 @@ class SchedulerView(NamedTuple):
     in_flight_since: float = 0.0
 
     def after(self, seconds: float) -> Self:
-        """The same in ``seconds``, had nothing else happened."""
+        """As of the end of the step in flight, ``seconds`` from now.
+
+        Deadlines that count from that end, of a next gap or of who gets a first token then, are whole targets, and stay so.
+        """
+        deadlines = tuple([
+            (target, left if abs(left - target) < 1e-9 else left - seconds) for target, left in self.token_deadlines
+        ])  # fmt: skip
         return self._replace(
             now=self.now + seconds,
             least_slack=self.least_slack - seconds,
-            decode_slack=self.decode_slack - seconds,
-            token_deadlines=tuple([(target, left - seconds) for target, left in self.token_deadlines]),
+            decode_slack=min([left for _, left in deadlines]) if deadlines else self.decode_slack,
+            token_deadlines=deadlines,
             in_flight=None,
         )
 

@@ -162,8 +162,8 @@ class TorchExecutor:
 
     Steps of decode rows alone are recorded, if the backend can record and ``max_batch_size`` says for how many rows:
     ``graph_sizes``. What cannot be recorded, rows with a repetition penalty or log-probabilities, and steps that verify drafts
-    run as they do elsewhere. So is the forward of steps with prompts of up to ``token_budget`` tokens, for some numbers of them:
-    ``prompt_sizes``; where it is None, they are not.
+    run as they do elsewhere. The forward of steps with prompts of up to ``token_budget`` tokens is recorded, too, for some
+    numbers of them: ``prompt_sizes``; where it is None, it is not.
 
     Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
     ``backend``'s; None takes the one for the device of the model.

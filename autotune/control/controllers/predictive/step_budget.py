@@ -95,9 +95,11 @@ class StepBudget:
             self._granted = view, math.inf
             return top
         if not learned.model.knows_prompts:
-            self._granted = view, math.inf
-            bounded = min(view.step_time_target, self.target) < math.inf
-            return min(top, whole_tiles(decodes + self._first.tokens, decodes, self.tile)) if bounded else top
+            target = min(view.step_time_target, self.target)
+            self._granted = view, target
+            if target == math.inf:
+                return top
+            return min(top, whole_tiles(decodes + self._first.tokens, decodes, self.tile))
         for_e2e = self._targets.step_time_for_e2e(self._traffic.outputs)
         tightest, gap = view.step_time_target, self._targets.gap
         if tightest < math.inf:  # of those that decode now
