@@ -205,6 +205,8 @@ class TorchExecutor:
         self.attention = backend.attention(self.pool, loaded)
         self._prunes = self._keeps_logits and prunes(loaded.model)
         self._chain: StraightModel | None = straight(loaded.model)
+        parts = tuple(loaded.model.modules())
+        self._hooks: list[Any] = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._serial = 0
         self._tainted: set[int] = set()  # blocks that may hold values that are not finite
         self._launched: deque[_Launched] = deque()
@@ -408,8 +410,8 @@ class TorchExecutor:
 
     @property
     def _plain_model(self) -> bool:
-        """Whether the model is still what was recorded: nobody has hooked into it."""
-        return self._chain is None or self._chain.applies
+        """Whether the model is still what was recorded: nobody has hooked into it, or into a part of it."""
+        return (self._chain is None or self._chain.applies) and not any(self._hooks)
 
     def _forward_fixed(self, ids: Tensor, positions: Tensor, slots: Tensor, state: Any) -> Tensor:
         """Logits ``[rows, vocab]`` of ``ids`` at ``positions`` and ``slots [rows]``."""

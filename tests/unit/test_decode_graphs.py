@@ -198,12 +198,13 @@ def test_a_replay_computes_the_same_bits_as_the_call_and_dummies_touch_nothing()
     core.step(1.0)
 
 
-def test_a_model_that_somebody_hooks_into_runs_as_it_is() -> None:
+@pytest.mark.parametrize("part", ["", "lm_head", "model.layers.0.inner.self_attn.o_proj"])
+def test_a_model_that_somebody_hooks_into_runs_as_it_is(part: str) -> None:
     recorder = Recorder()
     executor, core = started(plain(recorder))
     replays, seen = len(recorder.replayed), []
     assert replays
-    handle = executor.loaded.model.register_forward_hook(lambda *_: seen.append(1))
+    handle = executor.loaded.model.get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
     core.step(1.0)
     assert seen and len(recorder.replayed) == replays
     handle.remove()
