@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autotune.engines.defaults import VLLM_DEFAULTS
@@ -31,7 +31,7 @@ class Contender:
     knobs: Knobs
     control: bool = False
     controller: str | None = None
-    profile: Profile | None = None
+    profile: Profile | None = field(default=None, hash=False)
     rejects: bool = False
     attach: Callable[[Engine, SLO], AbstractContextManager[Control]] | None = None
 

@@ -274,6 +274,7 @@ def test_control_from_a_profile_knows_its_step_times() -> None:
     with paced() as engine:
         warm = controlled(engine.limits, ONE.knobs, profile=given)
         cold = controlled(engine.limits, ONE.knobs)
+        assert {warm: 1}[controlled(engine.limits, ONE.knobs, profile=given)] == 1, "results are kept by contender"
         with warm.at_work(engine, EASY) as attached:
             assert attached is not None and attached.controller.model.ready
         with cold.at_work(engine, EASY) as attached:
