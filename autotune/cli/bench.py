@@ -131,6 +131,9 @@ def bench(
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
+    aim = given.slo if target is None and given is not None else target  # None: a calibration's, which has a TTFT
+    if reject_late and aim is not None and aim.ttft_ms is aim.e2e_ms is None:
+        raise InputError("--reject-late needs to know what is late: add a TTFT, as in --slo ttft=500ms,tpot=50ms")
     by, arguments = engine_of(given, engine, engine_args)
     if workload is None:
         spec = "azure-conv" if given is None else given.workload.spec

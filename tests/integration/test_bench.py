@@ -53,10 +53,23 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
 def test_calibrated_compared_and_plotted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--fixed", "max_batch_size=4,token_budget=32"]
     code, told, said = bench(
-        capsys, "--model", model, *LOAD, "--duration", "1s", "--rounds", "2", *fixed, "--out", "plot.html"
+        capsys,
+        "--model",
+        model,
+        *LOAD,
+        "--duration",
+        "1s",
+        "--rounds",
+        "2",
+        *fixed,
+        "--reject-late",
+        "--out",
+        "plot.html",
     )
     assert code == 0, said
-    assert [c["name"] for c in told["contenders"]] == ["defaults", "control", "4/32"]
+    assert [c["name"] for c in told["contenders"]] == [
+        "defaults", "control", "defaults, late rejected", "control, late rejected", "4/32",
+    ]  # fmt: skip
     assert all(c["rounds"] == 2 and c["offered"] > 5 for c in told["contenders"])
     assert len({c["offered"] for c in told["contenders"]}) == 1
     assert told["contenders"][0]["knobs"] == {
@@ -64,6 +77,8 @@ def test_calibrated_compared_and_plotted(model: str, capsys: pytest.CaptureFixtu
     }  # fmt: skip
     assert [(d["name"], d["against"], d["rounds"]) for d in told["differences"]] == [
         ("control", "defaults", 2),
+        ("defaults, late rejected", "defaults", 2),
+        ("control, late rejected", "defaults", 2),
         ("4/32", "defaults", 2),
     ]
     assert told["slo"] == "ttft=2000ms,tpot=500ms@99%" and told["rate"] == 10 and len(told["turns"]) == 6

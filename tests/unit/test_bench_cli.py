@@ -19,6 +19,10 @@ from autotune.cli.main import run
         (["--duration", ""], '--duration: "" is not a time'),
         (["--duration", "0.5s"], "--duration is 0.5s; it must be at least 1s"),
         (["--rounds", "0"], "--rounds is 0; it must be a whole number from 1 to 1000"),
+        (
+            ["--slo", "tpot=50ms", "--reject-late"],
+            "--reject-late needs to know what is late: add a TTFT, as in --slo ttft=",
+        ),
         (["--fixed", "budget=5"], '--fixed: "budget=5" sets no knob; the knobs are max_batch_size, '),
         (
             ["--fixed", "token_budget=9000"],
