@@ -81,7 +81,7 @@ def test_calibrated_compared_and_plotted(model: str, capsys: pytest.CaptureFixtu
         ("control, late rejected", "defaults", 2),
         ("4/32", "defaults", 2),
     ]
-    assert told["slo"] == "ttft=2000ms,tpot=500ms@99%" and told["rate"] == 10 and len(told["turns"]) == 6
+    assert told["slo"] == "ttft=2000ms,tpot=500ms@99%" and told["rate"] == 10 and len(told["turns"]) == 10
     assert told["contenders"][0]["attainment"]["value"] > 0.5
     assert "TTFT p99" in said and "10 req/s" in said and "plot  plot.html" in said
     assert Path("plot.html").read_text(encoding="utf-8").startswith("<!doctype html>")
