@@ -281,14 +281,59 @@ def test_steps_with_prompts_recorded_by_the_kernels_of_a_gpu(overlaps: bool, cou
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_a_recording_runs_beside() -> None:
+@pytest.mark.parametrize(("sequences", "sizes"), [(256, (4,)), (1, (24,))], ids=["tokens", "sequences"])
+def test_a_step_that_does_not_fit_a_recording_runs_beside(
+    monkeypatch: pytest.MonkeyPatch, sequences: int, sizes: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr("runtime.torch_backend.executor._RECORDED_SEQUENCES", sequences)
     loaded = tiny(num_hidden_layers=1)
     requests = list(zip(prompts([3, 19, 8], seed=5), [2, 1, 2], strict=True))
     expected = [reference(loaded, p, n) for p, n in requests]
     recorder = Recorder()
-    executor = executor_of(loaded, ours(recorder, (4,)), max_batch_size=2, token_budget=24)
-    outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=2, token_budget=24, chunk_size=24))
+    executor = executor_of(loaded, ours(recorder, sizes), max_batch_size=2, token_budget=24)
+    assert executor.prompt_sizes == sizes and executor.prompt_sequences == min(2, sequences)
+    heard: list[StepRecord] = []
+    knobs = Knobs(max_batch_size=2, token_budget=24, chunk_size=24)
+    outputs, failures, _ = run(executor, requests, knobs, heard=heard)
     assert not failures and outputs == expected
+    with_prompts = sum(step.prefill_tokens > 0 for step in heard)
+    assert recorder.replayed.count(sizes[0]) < with_prompts
+
+
+@pytest.mark.slow
+def test_prompts_that_cannot_be_recorded_leave_decodes_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    class RefusesPrompts(Recorder):
+        def record(self, call: Any) -> Any:
+            if call.args[0] > MOST:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().record(call)
+
+    loaded = tiny(num_hidden_layers=1)
+    requests = list(zip(prompts([3, 9], seed=5), [3, 2], strict=True))
+    expected = [reference(loaded, p, n) for p, n in requests]
+    recorder = RefusesPrompts()
+    executor = executor_of(loaded, ours(recorder, (8, 24)), max_batch_size=2, token_budget=24)
+    assert executor.prompt_sizes == () and executor.graph_sizes == (1, 2)
+    assert "steps with prompts of test are not recorded: operation not permitted" in caplog.text
+    outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=2, token_budget=24, chunk_size=24))
+    assert not failures and outputs == expected and set(recorder.replayed) <= {1, 2} and recorder.replayed
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_not_finite_fails_alone_in_a_recorded_step() -> None:
+    loaded = tiny(num_hidden_layers=1)
+    (first, spoilt, last), count = prompts([5, 7, 6], seed=5), 2
+    expected = [reference(loaded, prompt, count) for prompt in (first, last)]
+    used = {*first, *last, *expected[0], *expected[1]}
+    poison = next(token for token in spoilt if token not in used)
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[poison] = float("nan")
+    recorder = Recorder()
+    executor = executor_of(loaded, ours(recorder, (24,)), max_batch_size=3, token_budget=24)
+    requests = [(first, count), (spoilt, count), (last, count)]
+    outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=3, token_budget=24, chunk_size=24))
+    assert recorder.replayed[0] == 24, "the three prompts are one recorded step"
+    assert list(failures) == ["1"] and outputs == [expected[0], [], expected[1]]
 
 
 def test_plain_attention_records_no_prompts() -> None:
