@@ -15,7 +15,7 @@ from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.cpu.backend import CPUAttention
 from runtime.torch_backend.cpu.linear import pack_linears
 from runtime.torch_backend.kv_pool import KVPool
-from runtime.torch_backend.memory import DeviceMemory
+from runtime.torch_backend.memory import DeviceMemory, return_free_pages
 from runtime.torch_backend.operations import Operations
 from runtime.torch_backend.padded import PaddedAttention
 from runtime.torch_backend.recorded_steps import prompt_ladder
@@ -33,7 +33,8 @@ class Backend(NamedTuple):
     the device and a seed. ``record``: records decode steps of these numbers of rows on the device, where that is possible;
     ``ladder``: which ones, up to so many; ``prompt_ladder``: for how many tokens steps with prompts are recorded, up to so many,
     of a model of so many parameters. ``overlaps``: whether the host gains by launching a step before it has read the last
-    one. ``memory``: makes what tells the memory of the device, where a KV pool is sized by that."""
+    one. ``memory``: makes what tells the memory of the device, where a KV pool is sized by that. ``tidy``: called behind a step
+    twice a minute."""
 
     operations: Operations
     attention: Callable[[KVPool, Loaded], AttentionBackend]
@@ -44,6 +45,7 @@ class Backend(NamedTuple):
     prompt_ladder: Callable[[int, int], tuple[int, ...]] = prompt_ladder
     overlaps: bool = False
     memory: Callable[[torch.device], DeviceMemory] | None = None
+    tidy: Callable[[], object] | None = None
 
 
 def _contiguous(pool: KVPool, loaded: Loaded) -> CPUAttention:
@@ -56,7 +58,7 @@ def _contiguous(pool: KVPool, loaded: Loaded) -> CPUAttention:
 PLAIN = Backend(Operations(), lambda pool, loaded: PaddedAttention(pool, loaded.device), lambda model: None)
 """PyTorch's own operations, on any device."""
 
-CPU = Backend(Operations(), _contiguous, pack_linears)
+CPU = Backend(Operations(), _contiguous, pack_linears, tidy=return_free_pages)
 
 
 def backend_for(device: torch.device) -> Backend:

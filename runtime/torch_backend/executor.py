@@ -44,6 +44,9 @@ Work = Sequence | Chunk
 _RECORDED_SEQUENCES: Final = 256
 """Of a recorded step with prompts, at most. Attention has a program for each that there might be, and the last layer a row."""
 
+_TIDY_S: Final = 30.0
+"""Between two calls of the backend's ``tidy``."""
+
 
 @dataclass(slots=True)
 class Timers:
@@ -195,6 +198,7 @@ class TorchExecutor:
         self.timers, self.hook_calls = Timers(), 0  # calls of our attention in the last forward
         self._clock = clock or MonotonicClock()
         self._ends = DeviceEnds(self._clock)
+        self._tidy, self._tidy_at = backend.tidy, self._clock.now() + _TIDY_S
         self._model = PackedModel(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._rows = DecodeRows(block_size, self.pool.pad_block)
@@ -316,6 +320,9 @@ class TorchExecutor:
         if outcome.oom:
             oom, fitted = outcome.loads()
             result = result._replace(oom=oom, fitted=fitted)
+        if self._tidy is not None and result.ends[-1] >= self._tidy_at:
+            self._tidy()
+            self._tidy_at = self._clock.now() + _TIDY_S
         return result
 
     def release(self, sequence: Sequence) -> None:

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from runtime.clock import VirtualClock
 from runtime.knobs import Knobs
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.cpu import decode_cache
@@ -142,3 +143,16 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch() -> None:
     together = run(TorchExecutor(loaded, kv_blocks=200, block_size=8), work, KNOBS)[0]
     alone = [run(TorchExecutor(loaded, kv_blocks=200, block_size=8), [w], KNOBS)[0][0] for w in work]
     assert together == alone
+
+
+def test_the_backend_tidies_behind_a_step_twice_a_minute() -> None:
+    clock, tidied = VirtualClock(), list[float]()
+
+    def tidy() -> None:
+        tidied.append(clock.now())
+
+    executor = TorchExecutor(tiny(), kv_blocks=8, block_size=8, clock=clock, backend=CPU._replace(tidy=tidy))
+    for at in (0.0, 29.0, 31.0, 59.0, 62.0):
+        clock.advance_to(at)
+        assert run(executor, [(prompts([3])[0], 1)])[1] == {}
+    assert tidied == [31.0, 62.0]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import psutil
 import pytest
 import torch
 
 from runtime.torch_backend import memory
 from runtime.torch_backend.cpu.linear import PackedLinear
-from runtime.torch_backend.memory import HUGE, prefer_huge_pages
+from runtime.torch_backend.memory import HUGE, prefer_huge_pages, return_free_pages
 
 
 @pytest.mark.parametrize("now", [True, False])
@@ -41,3 +42,22 @@ def test_a_system_that_knows_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> N
         patched.setattr(sys, "platform", "win32")
         assert not prefer_huge_pages(torch.zeros(HUGE))
     memory._madvise.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="malloc_trim is of the GNU C library")
+def test_free_pieces_of_the_heap_go_back_to_the_system() -> None:
+    """Small tensors between ones that stay."""
+    if memory._malloc_trim() is None:
+        pytest.skip("the C library has no malloc_trim")
+    made = [torch.ones(16_000) for _ in range(2_000)]
+    kept = made[::20]
+    del made
+    before = psutil.Process().memory_info().rss
+    assert return_free_pages()
+    assert before - psutil.Process().memory_info().rss > 64 << 20
+    assert all(bool((tensor == 1).all()) for tensor in kept)
+
+
+def test_a_c_library_that_cannot_return_free_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_malloc_trim", lambda: None)
+    assert not return_free_pages()
