@@ -130,7 +130,8 @@ class SchedulerView(NamedTuple):
     ``waiting_tokens``: prompt tokens queued and not found in the prefix cache; ``relegated_tokens``: those of them that wait
     behind the others, for requests that have missed their SLO. ``prefilling_tokens``: prompt tokens admitted and not yet
     computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
-    ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due.
+    ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due;
+    those who get their first token from the step in flight are a pair of their own.
     ``in_flight``: where the coming step begins only when another one has ended, that one, and ``in_flight_since`` when it began;
     all the rest is as of its end but for ``now``, so what is left of it comes off slack (:meth:`after`).
     """

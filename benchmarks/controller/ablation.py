@@ -53,6 +53,9 @@ class NoGain:
     def clear(self) -> None:
         pass
 
+    def shed(self) -> None:
+        pass
+
     def rest(self, seconds: float) -> None:
         pass
 

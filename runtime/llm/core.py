@@ -227,11 +227,11 @@ class EngineCore:
             slack = scheduler.followed(SlackTracker(slack.slos))
         oldest = waiting.oldest()
         in_progress = tuple([(s.computed, s.target - s.computed) for s in scheduler.begun()])
-        last_end = decodes.last_end
-        token_deadlines = slack.token_deadlines(now, decodes.step, now if last_end is None else last_end)
+        behind = self._behind
+        last_end = now if behind is not None or self._last_end == -inf else self._last_end  # of decodes' latest tokens
+        token_deadlines = slack.token_deadlines(now, decodes.step, last_end)
         decode_slack = min([left for _, left in token_deadlines]) if token_deadlines else inf
         epoch, knobs = self.settings.current
-        behind = self._behind
         return SchedulerView(
             now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
             decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,

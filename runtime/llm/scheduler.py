@@ -416,13 +416,13 @@ class Scheduler:
         if chunk.samples:
             self._sampled(sequence, now)
 
-    def _sampled(self, sequence: Sequence, now: float) -> None:
-        """The prompt of ``sequence`` is done, and its first token, or its next, is sampled."""
+    def _sampled(self, sequence: Sequence, now: float, expected: bool = False) -> None:
+        """The prompt of ``sequence`` is done, and its first token, or its next, is sampled, or ``expected``."""
         sequence.generated += 1
         sequence.token_times.append(now)
         del self.prefills[sequence]
         self.decodes.join(sequence)
-        self.slack.decoding(sequence)
+        self.slack.decoding(sequence, expected)
 
     # -- the same in two parts ----------------------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class Scheduler:
             chunk.sequence.computed = chunk.start + chunk.count
             self._unsettled[chunk.sequence] = chunk.start
             if chunk.samples:
-                self._sampled(chunk.sequence, now)
+                self._sampled(chunk.sequence, now, expected=True)
         ending: dict[Sequence, None] = {}
         for sequence in self.decodes.take_ended():
             self.decodes.leave(sequence)

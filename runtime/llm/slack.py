@@ -62,7 +62,7 @@ class SlackTracker:
     TTFT and E2E are due at fixed times; TPOT as above; an ITL target is due at the last step's end plus the target.
     """
 
-    __slots__ = ("_fixed", "_gap", "_gaps", "_tpot", "following", "slos")
+    __slots__ = ("_expected", "_fixed", "_gap", "_gaps", "_tpot", "following", "slos")
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
         self.slos = dict(slos)
@@ -70,6 +70,7 @@ class SlackTracker:
         self._tpot: dict[float, _Earliest] = {}
         self._gaps: dict[float, int] = {}  # ITL target -> decodes that have it
         self._gap: dict[Sequence, float] = {}
+        self._expected: dict[Sequence, float] = {}  # TPOT targets of those whose first token is on its way, s
         self.following = False
 
     def follow(self, queued: Iterable[Sequence], decoding: Iterable[Sequence]) -> None:
@@ -84,7 +85,7 @@ class SlackTracker:
         """Forget all of them."""
         self.following = False
         self._fixed = _Earliest()
-        self._tpot, self._gaps, self._gap = {}, {}, {}
+        self._tpot, self._gaps, self._gap, self._expected = {}, {}, {}, {}
 
     def queued(self, sequence: Sequence) -> None:
         """``sequence`` waits for its first token, or, if preempted, for its next one. One that was relegated is a miss, and has
@@ -105,8 +106,9 @@ class SlackTracker:
         if due < inf:
             self._fixed.add(due, sequence)
 
-    def decoding(self, sequence: Sequence) -> None:
-        """``sequence`` has begun to decode (``joined`` is set)."""
+    def decoding(self, sequence: Sequence, expected: bool = False) -> None:
+        """``sequence`` has begun to decode (``joined`` is set). ``expected``: it will have when the step in flight has ended,
+        from when on its token deadlines count; :meth:`left` and this follow then."""
         if not self.following:
             return
         self._fixed.drop(sequence)
@@ -117,8 +119,11 @@ class SlackTracker:
             self._fixed.add(sequence.request.arrival + slo.e2e_ms / 1e3, sequence)
         if slo.tpot_ms is not None:
             target = slo.tpot_ms / 1e3
-            key = sequence.token_times[0] + target * (sequence.generated - sequence.joined)
-            self._tpot.setdefault(target, _Earliest()).add(key, sequence)
+            if expected and sequence.generated == 1:
+                self._expected[sequence] = target
+            else:
+                key = sequence.token_times[0] + target * (sequence.generated - sequence.joined)
+                self._tpot.setdefault(target, _Earliest()).add(key, sequence)
         if slo.itl_ms is not None:
             gap = slo.itl_ms / 1e3
             self._gap[sequence] = gap
@@ -129,6 +134,7 @@ class SlackTracker:
         if not self.following:
             return
         self._fixed.drop(sequence)
+        self._expected.pop(sequence, None)
         for heap in self._tpot.values():
             heap.drop(sequence)
         gap = self._gap.pop(sequence, None)
@@ -140,7 +146,7 @@ class SlackTracker:
     @property
     def step_time_target(self) -> float:
         """The tightest TPOT target of those that decode, s; inf if none has one."""
-        tightest = inf
+        tightest = min(self._expected.values(), default=inf)
         for target, heap in self._tpot.items():
             if target < tightest and len(heap):
                 tightest = target
@@ -151,7 +157,8 @@ class SlackTracker:
         return self._fixed.least() - now
 
     def token_deadlines(self, now: float, step: int, last_end: float) -> tuple[tuple[float, float], ...]:
-        """(target, seconds until the first next token is due under it) for each TPOT and ITL target of those that decode.
+        """(target, seconds until the first next token is due under it) for each TPOT and ITL target of those that decode, and
+        once more for TPOT targets of those that are expected to.
 
         One that is further behind than :data:`GIVE_UP` token times no longer counts: it is late whatever is done, and
         would hold up all others.
@@ -161,6 +168,8 @@ class SlackTracker:
             due = heap.least(now - target * (step + GIVE_UP)) + target * step
             if due < inf:
                 found.append((target, due - now))
+        if self._expected:  # apart: a whole target would hide who is behind by less than the step in flight takes
+            found.extend((target, target) for target in set(self._expected.values()))
         if self._gaps:
             found.extend((gap, last_end + gap - now) for gap in self._gaps)
         return tuple(found)

@@ -16,6 +16,7 @@ from autotune.simulate.engine import SimulatedEngine
 from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
 from runtime.llm.plan import StepPlan, StepResult
+from runtime.request import SamplingParams
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures
 from runtime.tunable import SchedulerView
@@ -139,3 +140,30 @@ def test_a_view_says_which_step_comes_first() -> None:
     )
     assert made.after(0.02).decode_slack == pytest.approx(0.02)
     assert engine.view().in_flight is None, "between two steps all that is known is as of now"
+
+
+def test_a_whole_target_hides_nobody_who_is_behind_by_less_than_the_step_in_flight() -> None:
+    """A prompt that ends in the step in flight has a whole target from its end on; a decode has what it had, less that step."""
+    engine = OverlappedScenario(**vars(machine())).start(DEFAULTS)
+    seen: list[SchedulerView] = []
+
+    class Policy:
+        def budget(self, view: SchedulerView) -> int:
+            seen.append(view)
+            return 512
+
+    engine.core.settings.set_policy(Policy())
+    engine.set_slo(TARGETS)
+    engine.submit([1] * 100, SamplingParams(max_tokens=200))
+    engine.run_until(0.3)
+    engine.submit([2] * 500, SamplingParams(max_tokens=200))
+    engine.run_until(0.5)
+    [both] = [view for view in seen if len(view.token_deadlines) == 2]
+    assert both.in_flight is not None and both.in_flight.prefill_tokens == 500 and both.step_time_target == 0.025
+    (_, ahead), (_, whole) = both.token_deadlines
+    assert whole == 0.025 < ahead
+    assert both.after(ahead - 0.02).decode_slack == pytest.approx(0.02)
+    assert both.after(0.001).decode_slack == whole
+    assert all(len(view.token_deadlines) < 2 for view in seen[seen.index(both) + 1 :]), (
+        "once it has decoded it is one of all"
+    )

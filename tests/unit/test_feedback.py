@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 
 
@@ -57,8 +58,16 @@ def test_where_steps_have_budgets_more_may_miss_the_more_shorter_steps_cost(reli
 def test_where_steps_have_budgets_and_late_requests_leave_nothing_makes_steps_longer_than_the_target() -> None:
     gain = FeedbackGain()
     assert budgeted(FeedbackGain(), late=True) == pytest.approx(0.02), "as long as none leaves"
-    gain.sheds = True
+    gain.shed()
     assert budgeted(gain, late=True) == 0 and gain.value == 1
+    for _ in range(constants.WINDOW):
+        budgeted(gain, late=True)
+    assert budgeted(gain, late=True) == pytest.approx(0.02), "none has left since so many were served"
+    gain.shed()
+    gain.clear()
+    assert budgeted(gain, late=True) == pytest.approx(0.02), "what old targets taught"
+    gain = FeedbackGain()
+    gain.shed()
     gain.unbudgeted(slow=False, late=True, loaded=True, attainment=0.99, relief=1.0)
     assert gain.value == pytest.approx(1.02), "knobs alone bound the mean of steps, not each of them"
 

@@ -15,6 +15,7 @@ from autotune.control.loop import Control
 from autotune.workload import Arrival
 from runtime.records import RequestRecord
 from runtime.slo import SLO, RequestClass, attainment
+from runtime.step_model import StepFeatures
 from tests.unit.control_world import VLLM, Formula, SimulatedEngine, h200, poisson
 
 CHAT = SLO(ttft_ms=1000, tpot_ms=20)
@@ -173,6 +174,10 @@ def test_decodes_that_cannot_be_met_lend_a_step_neither_target_nor_slack() -> No
     targets.no_step_below(0.0047)
     counted = steps._feasible(view)
     assert counted.step_time_target == 0.02 and counted.decode_slack == dict(view.token_deadlines)[0.02] > 0
+    apart = view._replace(
+        token_deadlines=((0.02, 0.06), (0.002, -0.01), (0.003, 0.003)), in_flight=StepFeatures(2, 100, 0, 0, 0)
+    )
+    assert steps._feasible(apart).after(0.02).decode_slack == pytest.approx(0.04), "nor behind a step in flight"
     targets.no_step_below(0.0025)
     assert steps._feasible(view).step_time_target == 0.003, "what can be kept"
     assert math.isfinite(made.target)

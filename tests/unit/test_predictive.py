@@ -135,6 +135,19 @@ def test_says_that_a_target_cannot_be_met_and_goes_for_throughput() -> None:
     assert engine.knobs.max_batch_size == 256
 
 
+def test_prompts_that_came_together_to_carry_the_load_do_so_no_longer_once_nothing_bounds_a_step() -> None:
+    engine = SimulatedEngine(h200, knobs=Knobs(8, 0, 128, 128), limits=KnobLimits(256, 100, 8192, 8192))
+    controller = PredictiveController(SLO(ttft_ms=500, tpot_ms=30), Knobs(8, 0, 128, 128))
+    with control(engine, slo=SLO(ttft_ms=500, tpot_ms=30), controller=controller):
+        engine.play(poisson(4, 20, 100, 40, seed=9))
+        controller._beyond, controller._steps.prefill_quantum = True, 1500
+        controller.set_slos({"default": SLO(ttft_ms=500)})
+        proposal = controller.decide(engine.clock.now(), engine.knobs, engine.limits)
+    assert proposal.regime == "throughput" and proposal.knobs.token_budget == 8192
+    view = engine.view()._replace(decoding=10, waiting=5, waiting_tokens=9000, knobs=proposal.knobs)
+    assert controller.budget(view) == 8192
+
+
 def test_names_the_missed_target_within_seconds_while_nothing_has_ended_yet() -> None:
     engine = SimulatedEngine(lambda step: 0.0609 + 1e-4 * step.decodes + 1e-5 * step.prefill_tokens)
     with control(engine, slo=SLO(ttft_ms=2000, tpot_ms=50)) as attached:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from math import inf
 
+import pytest
+
 from runtime.knobs import Knobs
 from runtime.llm.slack import SlackTracker
 from runtime.slo import SLO
@@ -45,6 +47,18 @@ def test_who_asks_late_is_told_what_who_asked_all_along_is_told() -> None:
         assert told(scheduler.followed(SlackTracker(SLOS)), world) == told(scheduler.slack, world)
         seen.add(repr(told(scheduler.slack, world)))
     assert scheduler.preemptions > 20 and len(seen) > 500, "there was too little to follow"
+
+
+def test_a_gap_counts_from_the_latest_step_whether_or_not_others_decoded_in_it() -> None:
+    world = World(kv_blocks=100)
+    world.scheduler.slack.slos.update(SLOS)
+    world.core.policy = Whole()
+    world.add([1] * 4, 3, request_class="gaps")
+    world.drain()
+    world.now += 60
+    world.add([2] * 4, 3, request_class="gaps")
+    world.step()
+    assert world.core.view(world.now).token_deadlines == ((0.03, pytest.approx(0.03)),), "not from a minute ago"
 
 
 def test_only_who_asks_in_every_step_has_them_followed() -> None:

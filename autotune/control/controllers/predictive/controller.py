@@ -60,6 +60,7 @@ from autotune.control.controllers.registry import register
 from autotune.control.controllers.targets import SLOTargets
 from autotune.control.controllers.tiles import whole_tiles
 from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.llm.admission import QUEUE_TIMEOUT_REASON, SLO_REASON
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
@@ -67,6 +68,7 @@ from runtime.tunable import SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
 _LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
+_LATE = (SLO_REASON, QUEUE_TIMEOUT_REASON)  # why a request was rejected that left the queue, or a late one
 _LEARNING = "learning step times and output lengths: holding the knobs until they can be predicted"
 
 
@@ -133,7 +135,8 @@ class PredictiveController:
             if record.scheduled is None:
                 self._demand.lost(record)
                 self._usual.lost(record)
-                self._gain.sheds |= record.reason in (FinishReason.REJECTED, FinishReason.TIMEOUT)
+                if record.reason is FinishReason.TIMEOUT or record.cause in _LATE:
+                    self._gain.shed()
             return
         self._traffic.request(record)
         self._chunks.saw(self._targets.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)
@@ -265,6 +268,7 @@ class PredictiveController:
         target = self.target
         learning = not ready or (self._budgeted and len(traffic.outputs) < 4)
         if target == math.inf and ready and (targets.unmet or not learning):
+            self._beyond, self._steps.prefill_quantum = False, 0
             opened = Knobs(limits.max_batch_size, 0.0, limits.token_budget, limits.chunk_size)
             if targets.unmet:
                 return self._propose("infeasible", opened, "maximizing throughput")

@@ -16,7 +16,7 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
   changing, it is a twentieth: misses then say little of how long steps are.
 
 While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
-k stays in 0.6 to 4; with budgets in 0.6 to 1 once late requests have been rejected or timed out. Where those leave, longer steps
+k stays in 0.6 to 4; with budgets in 0.6 to 1 while late requests are rejected or time out. Where those leave, longer steps
 save none of them, and make decodes late that hold the KV pool; where none ever leaves, a queue only shrinks by longer steps.
 Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what a step of 0.6 of the target costs in
 throughput, and no more.
@@ -37,16 +37,24 @@ def worth_missing(relief: float) -> float:
 class FeedbackGain:
     """``value`` is k. See the module."""
 
-    __slots__ = ("sheds", "value")
+    __slots__ = ("_stayed", "value")
 
     def __init__(self) -> None:
         self.value = 1.0
-        self.sheds = False
-        """Whether requests leave the queue unserved because they are late."""
+        self._stayed = math.inf  # late requests that were served since one was not
 
     def clear(self) -> None:
         """Forget what the old SLOs taught."""
-        self.value = 1.0
+        self.value, self._stayed = 1.0, math.inf
+
+    def shed(self) -> None:
+        """A request has left the queue unserved because it was late."""
+        self._stayed = 0
+
+    @property
+    def sheds(self) -> bool:
+        """Whether late requests leave the queue, by the latest of them."""
+        return self._stayed < constants.WINDOW
 
     def rest(self, seconds: float) -> None:
         """Demand alone has been the limit for so long, s."""
@@ -57,6 +65,7 @@ class FeedbackGain:
         """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget. ``worth``: the
         share of misses that costs what shorter steps would, see :func:`worth_missing`."""
         least, most = constants.MISSED
+        self._stayed += late
         late &= self.value < 1 or relief > constants.HELPS
         by = 1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, min(max(worth, least), most)))
         self._move(by, 1.0 if self.sheds else constants.GAIN[1])

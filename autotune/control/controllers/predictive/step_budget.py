@@ -136,6 +136,7 @@ class StepBudget:
         return view._replace(
             step_time_target=min((target for target, _ in left), default=math.inf),
             decode_slack=min((slack for _, slack in left), default=math.inf),
+            token_deadlines=tuple(left),
         )
 
     def _queue_suffers(self, view: SchedulerView, allowed: float) -> bool:
