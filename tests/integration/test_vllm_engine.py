@@ -45,4 +45,4 @@ def test_it_serves_a_model_and_is_controlled() -> None:
 
 
 def test_a_controller_is_attached_to_engines_of_others() -> None:
-    assert "4 passed" in passed("tests/integration/vllm_attaches.py")
+    assert "5 passed" in passed("tests/integration/vllm_attaches.py")

@@ -190,9 +190,15 @@ def test_a_client_that_hangs_up_and_a_step_that_raises(tmp_path: Path) -> None:
 
 @pytest.mark.beside
 def test_the_api_process_is_killed(tmp_path: Path) -> None:
-    with serving(tmp_path, fake(tmp_path), **SET) as server:
+    """With minutes of work left, and however long ``autotune serve`` has vLLM drain when it is told to end."""
+    with serving(tmp_path, fake(tmp_path, "--shutdown-timeout 600"), **{**SET, "TEST_STEP_S": "0.1"}) as server:
         core = server.engine_core
-        server.process.kill()
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        asked = json.loads(body("x", 1900)) | {"stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        with closing(connection), closing(connection.getresponse()) as answer:
+            assert answer.readline().startswith(b"data:"), "it has begun"
+            server.process.kill()
         assert within(10, lambda: decisions(tmp_path / "run.jsonl")[-1].action == "detach")
         assert within(30, lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE), server.output[-2000:]
         assert not list(tmp_path.glob("autotune/*.sock"))

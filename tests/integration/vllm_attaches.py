@@ -23,6 +23,7 @@ from runtime.errors import LeaseError
 from runtime.slo import SLO
 from tests.fakes import Records
 from tests.integration.llama_folder import weightless_folder
+from tests.integration.vllm_tunes import OverlappingExecutor
 from tests.vllm_fakes import BLOCK, POOL_TOKENS, CountingExecutor
 
 TARGET = SLO(ttft_ms=30_000, tpot_ms=10_000)
@@ -121,3 +122,21 @@ def test_an_llm_generates_under_control(folder: Path) -> None:
         assert answers() == stock
         assert control.status().attainment.met == len(prompts) and control.failed is None
     assert len(heard.requests) == len(prompts) and {r.output_tokens for r in heard.requests} == {8}
+
+
+def test_an_empty_step_that_is_left_over_under_async_scheduling_is_nobodys(folder: Path) -> None:
+    config = EngineArgs(
+        str(folder), distributed_executor_backend=OverlappingExecutor, block_size=BLOCK, **OPTIONS
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = True  # which vLLM switches off on a CPU
+    llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    before = serve(llm, [50, 60])
+    assert llm.engine_core.engine_core.batch_queue, "it stands there until the next request comes"
+    with autotune.control(llm, slo=TARGET) as control:
+        heard = Records()
+        adapt(llm).subscribe(heard)
+        assert serve(llm, [50, 60]) == before
+        assert control.failed is None
+    first = heard.steps[0]
+    assert first.chunks == first.sampled == 2, "what came of it is not what came of an empty step"
+    llm.engine_core.shutdown()

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler as Stock
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.request import Request
 
 from autotune.cli.connection import ask
 from autotune.control.decision_log import read_decisions
@@ -614,3 +615,71 @@ def test_calls_from_other_threads_do_not_meet_the_steps(serve: Callable[..., Ser
     with pytest.raises(EngineClosedError, match="vLLM is not tuned any more"):
         engine.set_knobs(token_budget=32)
     assert json.loads(served.control.latest(1)[0].as_json())["action"] == "detach"
+
+
+def test_a_session_that_goes_on_with_further_input_is_vllms_alone(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops at the end of each turn and is the same request afterwards, which nothing here knows of."""
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.autotune"), "warning", lambda text, *more: said.append(text % more))
+    served = serve({**SLO, "reject_late": True}, SlowExecutor)
+    served.add(40, 20)
+    served.llm.step()
+    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+
+    def chunk(more: bool) -> Request:
+        return Request("session", [5] * 20, params, None, resumable=more, block_hasher=None)
+
+    served.scheduler.add_request(chunk(True))
+    assert said and said[0].startswith("not tuned any more: request session goes on with further input")
+    assert served.scheduler.steering is None and served.control.status().ended
+    served.scheduler.add_request(chunk(True))  # before the first turn has stopped
+    assert [tokens for _, _, tokens in served.run().values()] == [20]
+    for _ in range(10):
+        served.llm.step()
+    served.scheduler.add_request(chunk(False))
+    for _ in range(3):
+        served.llm.step()
+    assert not served.scheduler.requests and not served.scheduler.waiting and served.scheduler.fault is None
+
+
+def test_what_a_reset_of_the_caches_preempts_waits_once(serve: Callable[..., Served]) -> None:
+    """Between two steps, as ``/pause`` and ``/reset_prefix_cache`` do, while a prompt yields to one with an earlier deadline."""
+    section = {"slo": "ttft=60s,tpot=1s", "classes": ["batch:ttft=600s"], "reject_late": True}
+    served = serve({**section, "pinned": {"token_budget": 48, "chunk_size": 48}}, SlowExecutor)
+    scheduler = served.scheduler
+    served.add(200, 3, request_class="batch")
+    served.llm.step()
+    served.add(60, 3)
+    assert served.llm.reset_prefix_cache(reset_running_requests=True)
+    assert not scheduler.running
+    for _ in range(2):
+        served.llm.step()
+        names = [request.request_id for request in (*scheduler.running, *scheduler.waiting)]
+        assert len(names) == len(set(names)) == 2
+    assert sorted(tokens for _, _, tokens in served.run().values()) == [3, 3]
+    assert not scheduler.requests and scheduler.fault is None and not scheduler.steering.waiting
+
+
+def test_who_was_preempted_with_its_first_token_on_its_way_is_not_rejected_for_it(serve: Callable[..., Served]) -> None:
+    served = serve(
+        {"slo": "ttft=60ms", "reject_late": True}, OverlappingExecutor, async_scheduling=True, max_num_seqs=2
+    )
+    scheduler = served.scheduler
+    served.control.pause()
+    long, short = served.add(40, 60), served.add(40, 5)
+    served.llm.step()
+    request = scheduler.requests[short]
+    assert request.num_output_placeholders == 1 and not request.output_token_ids
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)  # as vLLM does in a step for which the pool has no block
+    scheduler.steering.settings.set_knobs(served.engine.knobs.with_(max_batch_size=1))
+    while not request.output_token_ids:
+        served.llm.step()
+    assert request.status.name == "PREEMPTED"
+    time.sleep(0.1)  # its TTFT is over
+    scheduler.steering.settings.set_knobs(served.engine.knobs.with_(max_batch_size=2))
+    ended = {name: (reason, tokens) for name, (reason, _, tokens) in served.run().items()}
+    assert ended == {long.partition("-")[0]: ("length", 60), short.partition("-")[0]: ("length", 5)}
+    assert scheduler.fault is None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +20,16 @@ from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
 from autotune.engines.vllm.serving import Options
-from autotune.engines.vllm.steering import family_of
+from autotune.engines.vllm.steering import Steering, _reason, family_of
 from autotune.engines.vllm.tuning import TunableScheduler
 from autotune.profile import save_profile
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
-from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.admission import SLO_REASON, Admission, AdmissionPolicy, Verdict
+from runtime.llm.slack import SlackTracker
+from runtime.records import FinishReason
+from runtime.request import Request, SamplingParams, Sequence
 from tests.unit.profiles import profile
 
 # -- options ----------------------------------------------------------------------------------------------------------------
@@ -124,6 +129,35 @@ def test_the_command_names_scheduler_middleware_and_ceilings() -> None:
     assert made[made.index("--max-num-queued-tokens") + 1] == "501"  # TTFT x prefill rate
     assert "--max-num-seqs" not in made, "the operator's own counts"
     assert "--dtype" not in made and made[-3:] == ["--tensor-parallel-size", "2", "--max-num-seqs=32"]
+
+
+def test_what_additional_config_says_is_added_to_ours() -> None:
+    """vLLM would take the last alone, and not be tuned, for want of an SLO."""
+
+    def said(*more: str) -> tuple[object, list[str]]:
+        made = ServeCommand("m", Options(slo="ttft=500ms", log="a.jsonl"), more=more).arguments()
+        assert made.count("--additional-config") == 1
+        at = made.index("--additional-config")
+        return json.loads(made[at + 1]), made[made.index("--middleware") + 2 :]
+
+    ours = {"slo": "ttft=500ms", "log": "a.jsonl"}
+    assert said("--seed", "3") == ({"autotune": ours}, ["--seed", "3"])
+    section = '{"autotune": {"metrics": "x.prom", "log": "b.jsonl"}, "other": 1}'
+    joined = {"autotune": {**ours, "metrics": "x.prom", "log": "b.jsonl"}, "other": 1}
+    for more in (
+        ("--additional-config", section),
+        (f"--additional-config={section}",),
+        ("--additional_config", section),
+    ):
+        assert said("--seed", "3", *more) == (joined, ["--seed", "3"])
+    for wrong, says in (
+        (("--additional-config", "metrics=x"), "--additional-config is 'metrics=x'; it must be a JSON object"),
+        (("--additional-config",), "--additional-config is ''; it must be a JSON object"),
+        (("--additional-config", '{"autotune": 3}'), "--additional-config: autotune is 3; it must be an object"),
+        (("--additional-config.autotune.metrics", "x"), "--additional-config.autotune.metrics cannot be joined"),
+    ):
+        with pytest.raises(InputError, match=re.escape(says)):
+            said(*wrong)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +362,29 @@ def test_an_error_of_the_app_is_its_own() -> None:
 
     with pytest.raises(OSError, match="of the app"):
         asyncio.run(RejectionStatus(app)({"type": "http", "path": "/v1/completions"}, receive, app))
+
+
+def test_who_cannot_be_told_of_a_rejection_is_late_instead() -> None:
+    """vLLM's API server has no answer without log probabilities for who wants them, and ends at one without an embedding."""
+    rejects = Admission(AdmissionPolicy(late="reject"), SlackTracker({}))
+    verdict = Verdict(SLO_REASON, "late", 1.0)
+    kinds = [
+        {"sampling_params": SimpleNamespace(prompt_logprobs=None), "pooling_params": None},
+        {"sampling_params": SimpleNamespace(prompt_logprobs=1), "pooling_params": None},
+        {"sampling_params": None, "pooling_params": object()},
+    ]
+    found = []
+    for kind in kinds:
+        sequence = Sequence(Request("r", (), SamplingParams(), 1, 0.0))
+        sequence.data = SimpleNamespace(**kind)
+        found.append(Steering._relegates(rejects, sequence, verdict))
+    assert found == [False, True, True]
+
+
+def test_what_vllm_calls_the_end_of_a_request() -> None:
+    ends = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
+    ends |= {"repetition": FinishReason.STOP, "error": FinishReason.ERROR, "anything": FinishReason.ERROR}
+    assert {said: _reason(said) for said in ends} == ends
 
 
 @pytest.mark.parametrize(

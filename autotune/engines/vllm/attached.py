@@ -36,6 +36,8 @@ def tunable_of(engine: Any) -> TunableScheduler:
             f"itself: {_SERVED}"
         )
     if not isinstance(core.scheduler, SelfTuningScheduler):
+        while getattr(core, "batch_queue", None) and not core.scheduler.requests:
+            core.step_fn()  # an empty step is left over under async scheduling; its outcome would pass for that of our first
         core.scheduler = _taken_over(core.scheduler, made.vllm_config)
     scheduler: SelfTuningScheduler = core.scheduler
     found, steering = scheduler._tunable, scheduler.steering

@@ -22,6 +22,7 @@ from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 
 SCHEDULER: Final = "autotune.engines.vllm.Scheduler"
+_ADDITIONAL: Final = "--additional-config"
 MIDDLEWARE: Final = "autotune.engines.vllm.RejectionStatus"
 
 
@@ -30,7 +31,7 @@ class ServeCommand:
     """What ``vllm serve`` is to be given. ``limits``: the ceilings of the knobs; None leaves them to vLLM. ``prefill_rate``:
     prompt tokens a second, where that is known: with ``options.reject_late`` vLLM's API server then answers 503 by itself while
     more prompt tokens wait than can be computed within the TTFT target. ``more``: arguments of vLLM's own, which come last, so
-    that they count."""
+    that they count; what ``--additional-config`` among them says is added to ours."""
 
     model: str
     options: Options
@@ -42,11 +43,15 @@ class ServeCommand:
     def arguments(self) -> list[str]:
         """Those of ``vllm``. Raises :class:`InputError` for ``options`` that cannot be used."""
         given = {name: value for name, value in asdict(self.options).items() if value not in (None, False, (), {})}
+        theirs, more = _additional(self.more)
+        section = theirs.pop(SECTION, {})
+        if not isinstance(section, Mapping):
+            raise InputError(f"{_ADDITIONAL}: {SECTION} is {section!r}; it must be an object")
         words = [
             "serve",
             self.model,
             *("--scheduler-cls", SCHEDULER),
-            *("--additional-config", json.dumps({SECTION: given})),
+            *(_ADDITIONAL, json.dumps({SECTION: {**given, **section}, **theirs})),
             *("--middleware", MIDDLEWARE),
         ]
         flags: dict[str, str | int | None] = dict(self.flags or {})
@@ -57,7 +62,7 @@ class ServeCommand:
         for flag, value in flags.items():
             if value is not None and not self._overruled(flag):
                 words += [flag, str(value)]
-        return [*words, *self.more]
+        return [*words, *more]
 
     def _overruled(self, flag: str) -> bool:
         return any(word == flag or word.startswith(f"{flag}=") for word in self.more)
@@ -70,6 +75,32 @@ class ServeCommand:
         if not self.options.reject_late or not self.prefill_rate:
             return None
         return max(1, math.ceil(self.prefill_rate * target.ttft_ms / 1e3))
+
+
+def _additional(words: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+    """What ``--additional-config`` says among ``words``, and the other words. vLLM would take the last alone. Raises
+    :class:`InputError` for what is no JSON object."""
+    found: dict[str, object] = {}
+    left, rest = list[str](), iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        option = option.replace("_", "-")
+        if option.startswith(f"{_ADDITIONAL}."):
+            raise InputError(
+                f"{word} cannot be joined with what autotune passes; write {_ADDITIONAL} and a JSON object"
+            )
+        if option != _ADDITIONAL:
+            left.append(word)
+            continue
+        said = value if equals else next(rest, "")
+        try:
+            made = json.loads(said)
+        except ValueError:
+            made = None
+        if not isinstance(made, dict):
+            raise InputError(f"{_ADDITIONAL} is {said!r}; it must be a JSON object")
+        found |= made
+    return found, left
 
 
 def vllm_program() -> list[str]:

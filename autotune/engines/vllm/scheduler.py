@@ -152,6 +152,11 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
         self.adaptive_long_prefill_threshold = self._stock_adaptive
         _queue_by(self, self._stock_policy)
 
+    def give_up(self, why: str) -> None:
+        """Let go, because of something in vLLM that is not known here."""
+        log.warning("not tuned any more: %s. %s", why, UNTOUCHED)
+        self.let_go()
+
     def _failed(self, error: Exception, doing: str) -> None:
         """A fault of this code: switch off what is ours, and leave vLLM as it would be without it. Called in an ``except``."""
         if not self.contained:
@@ -193,6 +198,8 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         fresh = False
+        if self.steering is not None and getattr(request, "resumable", False):
+            self.give_up(f"request {request.request_id} goes on with further input")
         if self.steering is not None:
             try:
                 fresh = self.steering.adding(request)

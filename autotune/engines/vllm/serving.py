@@ -226,7 +226,9 @@ class SelfTuningScheduler(SteeredScheduler):
             engine.slos["default"], engine.knobs, os.getpid(), steered_at,
         )  # fmt: skip
 
-        threading.Thread(target=_end_with_parent, args=(self._control,), name="parent watch", daemon=True).start()
+        threading.Thread(
+            target=_end_with_parent, args=(self._control, config), name="parent watch", daemon=True
+        ).start()
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._catch_up()  # what comes is judged by all that is known
@@ -271,6 +273,12 @@ class SelfTuningScheduler(SteeredScheduler):
             self._tunable = None
             log.warning("no controller is attached any more. %s", UNTOUCHED)
         super().let_go()
+
+    def give_up(self, why: str) -> None:
+        tunable, self._tunable = self._tunable, None
+        super().give_up(why)
+        if tunable is not None:
+            self._each(lambda: tunable.fail(ValueError(why), "this cannot be tuned"))
 
     def _failed(self, error: Exception, doing: str) -> None:
         super()._failed(error, doing)
@@ -323,13 +331,15 @@ class MetricsFile:
         self._write()
 
 
-def _end_with_parent(control: Any) -> None:
-    """vLLM's EngineCore outlives an API server that was killed, and keeps the device: have it end as if it had been told to."""
+def _end_with_parent(control: Any, config: Any) -> None:
+    """vLLM's EngineCore outlives an API server that was killed, and keeps the device: have it end as if it had been told to, at
+    once, for nobody is there to read what it would finish."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         control.close()
         log.error("the process that started this one has ended: ending, too")
+        config.shutdown_timeout = 0
         os.kill(os.getpid(), signal.SIGTERM)
 
 

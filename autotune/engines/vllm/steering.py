@@ -62,7 +62,9 @@ CLASS: Final = "request_class"
 TENANT: Final = "tenant"
 """Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
 _FIRST: Final = -1e15  # of what runs: it stands before all that waits, should it be preempted
-_REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
+_REASONS: Final = {
+    "stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED,
+}  # fmt: skip
 _NO_PARAMS: Final = SamplingParams()
 
 
@@ -223,7 +225,7 @@ class Steering:
     # -- requests -------------------------------------------------------------------------------------------------------
 
     def adding(self, request: Any) -> bool:
-        """vLLM is about to queue ``request``. False if it has it already (more input for one in progress)."""
+        """vLLM is about to queue ``request``. False if it has it already."""
         if request.request_id in self._by_name:
             return False
         ours, self.coming = self.coming or self._request_of(request), None
@@ -299,9 +301,11 @@ class Steering:
     @staticmethod
     def _relegates(admission: Admission, sequence: Sequence, verdict: Verdict) -> bool:
         """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt cannot be empty:
-        its API server would make it a 500."""
-        wants = getattr(sequence.data.sampling_params, "prompt_logprobs", None) is not None
-        return wants or admission.relegates(sequence, verdict)
+        its API server would make it a 500. Nor can that to a pooling request: its API server would end."""
+        request = sequence.data
+        wants = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+        pooled = getattr(request, "pooling_params", None) is not None
+        return wants or pooled or admission.relegates(sequence, verdict)
 
     def _relegate(self, sequence: Sequence) -> None:
         """Have it go behind those that can still be met, in vLLM's queue too."""
@@ -519,6 +523,8 @@ class Steering:
         admission = self._admission
         if self._yielding:  # of a step that was prepared and did not come
             self.put_back()
+        for name in getattr(scheduler, "reset_preempted_req_ids", ()):  # since the last step: its caches were reset
+            self._preempted(name)
         if self._expiries.heap or (admission is not None and admission.timeouts.heap):
             self.expire(now)
         if self._doomed:
@@ -788,6 +794,10 @@ class Steering:
                         one.token_times += [now] * len(new)
                     if one.state == "prefill":
                         self._first_token(one)
+                    elif one.state == "waiting":  # it was preempted while its token was on its way
+                        one.generated = len(one.token_times)
+                        self.slack.left(one)
+                        self.slack.queued(one)
                     if kept is not None:
                         kept += _tokens(one, out)
                 if out.finish_reason is not None:
