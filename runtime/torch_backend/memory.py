@@ -68,8 +68,8 @@ def return_free_pages() -> bool:
     It does so by itself at the heap's end only. Steps free tensors of ever other sizes between objects that stay, so that free
     pieces add up over hours. Takes milliseconds for a heap of gigabytes.
     """
-    trim = _malloc_trim()
-    return trim is not None and trim(0) == 1
+    release = _malloc_trim()
+    return release is not None and release(0) == 1
 
 
 def prefer_huge_pages(tensor: Tensor, now: bool = True) -> bool:
