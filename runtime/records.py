@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -23,6 +23,10 @@ class FinishReason(StrEnum):
     REJECTED = "rejected"  # not accepted, or given up before its first token because that would come too late
     ERROR = "error"  # the step that ran it failed
 
+
+SLO_REASON: Final = "slo"
+QUEUE_TIMEOUT_REASON: Final = "queue_timeout"
+"""The ``cause`` of a rejection whose first token would come too late, and of one that has waited for too long."""
 
 _NATURAL_ENDS = FinishReason.LENGTH, FinishReason.STOP
 

@@ -157,6 +157,12 @@ def with_knobs(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
+def given_options(context: Any) -> dict[str, str]:
+    """The options that stand on the command line, whatever their values: ``--engine``, …, each with its parameter's name."""
+    said = (p for p in context.command.params if context.get_parameter_source(p.name).name == "COMMANDLINE")
+    return {max(parameter.opts, key=len): parameter.name for parameter in said}
+
+
 def checked_knobs(given: Mapping[str, float]) -> dict[str, float]:
     """``given``, within the knobs' own bounds. Raises :class:`InputError` that names the option."""
     for spec in KNOBS:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import seconds
+from autotune.cli.options import given_options, seconds
 from runtime.errors import InputError
 from runtime.slo import SLO
 
@@ -49,13 +49,10 @@ ONLY = ("inputs", "cost", "strategy", "most", "replicas")
 
 def refuse(context: Any, *, callable_given: bool) -> None:
     """Raises :class:`InputError` for an option that belongs to the other kind of profile."""
-    for parameter in context.command.params:
-        if context.get_parameter_source(parameter.name).name != "COMMANDLINE":
-            continue
-        option = max(parameter.opts, key=len)
-        if callable_given and parameter.name not in ALSO:
+    for option, name in given_options(context).items():
+        if callable_given and name not in ALSO:
             raise InputError(f"{option} is given; it says nothing about a callable, leave it out with --callable")
-        if not callable_given and parameter.name in ONLY:
+        if not callable_given and name in ONLY:
             raise InputError(f"{option} is given without --callable; add --callable package.module:function")
 
 

@@ -8,9 +8,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
-from autotune.cli.options import Controller, ProfiledSlo, Purpose, checked_knobs, request_classes, with_knobs
+from autotune.cli.options import (
+    Controller,
+    ProfiledSlo,
+    Purpose,
+    checked,
+    checked_knobs,
+    given_options,
+    request_classes,
+    with_knobs,
+)
 from autotune.engines.named import (
     DEFAULT,
     ByCommand,
@@ -24,10 +33,10 @@ from autotune.engines.named import (
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.ordering import ORDERINGS
+from runtime.slo import SLO
 
 if TYPE_CHECKING:
     from autotune.profile import Profile
-    from runtime.slo import SLO
 
 HELP = "Serve a model over HTTP: OpenAI's completions and chat completions, health, and metrics for Prometheus."
 EXAMPLES = (
@@ -38,6 +47,7 @@ EXAMPLES = (
 
 @with_knobs
 def serve(
+    context: Context,
     model: Annotated[
         str | None,
         Argument(
@@ -108,16 +118,7 @@ def serve(
         more, model = [model, *(more or [])], None
     by = engine_named(on)
     serving = by.serving
-    given = {
-        "--device": device != "auto",
-        "--kv-tokens": kv_tokens is not None,
-        "--max-queue": max_queue != 4096,
-        "--ordering": ordering != "priority",
-        "--threads": threads is not None,
-        "--records": records is not None,
-        "--for": purpose != "balanced",
-    }
-    check_serving(by, given, more or ())
+    check_serving(by, given_options(context), more or ())
     if ordering not in ORDERINGS:
         raise InputError(f"--ordering is {ordering}; it must be one of {', '.join(ORDERINGS)}")
     start_with = _profile(profile, purpose)
@@ -131,7 +132,7 @@ def serve(
             "its step times are not",
             file=sys.stderr,
         )
-    target = _slo(slo) or (start_with.slo if start_with else None)
+    target = (None if slo is None else checked("--slo", SLO.parse, slo)) or (start_with.slo if start_with else None)
     setting, limits = _setting(start_with, purpose, knobs or {})
     if reject_late and relegate_late:
         raise InputError(
@@ -289,15 +290,6 @@ def _check_machine(profile: Profile, device: str, anyway: bool, *, controlled: b
         raise InputError(f"{elsewhere}; pass --anyway to {then}")
     if elsewhere:
         print(f"note: {elsewhere}", file=sys.stderr)
-
-
-def _slo(text: str | None) -> SLO | None:
-    from runtime.slo import SLO
-
-    try:
-        return None if text is None else SLO.parse(text)
-    except ValueError as error:
-        raise InputError(f"--slo: {error}") from None
 
 
 def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> tuple[Knobs, KnobLimits]:

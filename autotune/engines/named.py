@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Protocol, Self
 
 from autotune.engines.protocol import EngineSource
@@ -220,6 +221,7 @@ class _Row(NamedTuple):
     needs: str
     served: str
     module: str
+    knobs: Mapping[str, str] = MappingProxyType({})
 
 
 _ENGINES: Final[dict[str, _Row]] = {
@@ -236,6 +238,11 @@ _ENGINES: Final[dict[str, _Row]] = {
         needs="needs --model",
         served="a vllm serve that tunes itself",
         module="autotune.engines.vllm.named",
+        knobs={
+            "max_batch_size": "max_num_seqs",
+            "token_budget": "max_num_batched_tokens",
+            "chunk_size": "long_prefill_token_threshold",
+        },
     ),
 }
 """By the name that ``--engine`` has."""
@@ -256,6 +263,12 @@ def named(engine: str) -> str:
     if found is None:
         raise InputError(f"engine {engine} cannot be started here; --engine takes {either()}")
     return found
+
+
+def knob_name(engine: str, knob: str) -> str:
+    """What the engine that a profile calls ``engine`` calls ``knob``; our name for it where it has none."""
+    known = (row.knobs for row in _ENGINES.values() if row.in_facts == engine)
+    return next(known, {}).get(knob, knob)
 
 
 def label(name: str) -> str:
@@ -327,18 +340,17 @@ def check_engine(name: str, arguments: Sequence[str] = ()) -> dict[str, str]:
     return given
 
 
-def check_serving(engine: NamedEngine, given: Mapping[str, bool], more: Sequence[str]) -> None:
+def check_serving(engine: NamedEngine, given: Collection[str], more: Sequence[str]) -> None:
     """Raise :class:`InputError` for an option of ``autotune serve`` that says nothing to ``engine``.
 
-    ``given``: of each of :data:`REFUSABLE`, whether it was given; ``more``: what stood after ``--``.
+    ``given``: the options that were given, ``--device`` and so on; ``more``: what stood after ``--``.
     """
-    assert given.keys() == {*REFUSABLE}
     if more and not isinstance(engine.serving, ByCommand):
         titles = " or ".join(f"{one.title}'s" for one in _engines() if isinstance(one.serving, ByCommand))
         others = _names(lambda other: isinstance(other.serving, ByCommand))
         raise InputError(f"{shlex.join(more)} is of {titles} options; they go with --engine {others}")
     for option, instead in engine.serving.refuses.items():
-        if given[option]:
+        if option in given:
             raise InputError(f"{option} does not go with --engine {engine.name}; {instead}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from autotune.engines.defaults import VLLM_DEFAULTS
+from autotune.engines.defaults import VLLM_DEFAULTS, vllm_defaults
 from autotune.engines.named import Host, InProcess, NamedEngine, ToServe
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -59,8 +59,14 @@ class OwnSource:
 
     @property
     def stock(self) -> Knobs:
-        """vLLM's defaults: what a server is started with that nobody has tuned."""
-        return self.limits.clamp(VLLM_DEFAULTS)
+        """vLLM's defaults: what a server is started with on this GPU that nobody has tuned; on a CPU, those of a large GPU."""
+        device = self._loaded.device
+        if device.type != "cuda":
+            return self.limits.clamp(VLLM_DEFAULTS)
+        import torch
+
+        gpu = torch.cuda.get_device_properties(device)
+        return self.limits.clamp(vllm_defaults(gpu.name, gpu.total_memory / 2**30))
 
     def with_kv_tokens(self, tokens: int) -> OwnSource:
         """The same model with a KV pool of ``tokens``, in blocks of :data:`BLOCK`."""

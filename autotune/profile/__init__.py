@@ -1,4 +1,4 @@
-"""The profile that a run writes: its parts (``fields``, ``parts``, ``findings``) and its file (``document``, ``text``),
+"""The profile that a run writes: its parts (``fields``, ``parts``) and its file (``document``, ``text``),
 older versions of it, and the JSON schema for editors. docs/reference/profile-file.md describes it."""
 
 from autotune.profile.document import (

@@ -1,7 +1,7 @@
 """What is profiled: it can be calibrated, simulated and measured. The stages know nothing else of it.
 
-:class:`Target` is the protocol and :class:`EngineTarget` an LLM engine behind it, live or in virtual time. What another kind of
-thing to profile needs is its own calibration, its own simulator and its own space, not its own stages: see
+:class:`ProfilingTarget` is the protocol and :class:`EngineTarget` an LLM engine behind it, live or in virtual time. What another
+kind of thing to profile needs is its own calibration, its own simulator and its own space, not its own stages: see
 :mod:`autotune.profiling.callable`.
 """
 
@@ -184,7 +184,7 @@ class EngineTarget:
         stop: Callable[[], bool],
         advance: Callable[[float, str], None],
     ) -> Calibrated:
-        """As in :class:`Target`; all of it is one measurement."""
+        """As in :class:`ProfilingTarget`; all of it is one measurement."""
 
         def measure() -> dict[str, Any]:
             work = OtherWork()
@@ -275,7 +275,8 @@ class EngineTarget:
     def measure(
         self, setting: Knobs, load: OfferedLoad, setup: Setup, *, prompt_seed: int, label: str, stop: Callable[[], bool]
     ) -> Measurement:
-        """As in :class:`Target`. ``prompt_seed``: tokens of its own each time, so that no prefix of an earlier load is found."""
+        """As in :class:`ProfilingTarget`. ``prompt_seed``: tokens of its own each time, so that no prefix of an earlier
+        load is found."""
         log = Recorder()
         unsubscribe = self._engine.subscribe(log)
         try:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from autotune.cost.price import money
 from autotune.engines.defaults import VLLM_LABEL
+from autotune.engines.named import knob_name
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Setting
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
@@ -159,7 +160,7 @@ def conclusion(profile: Profile) -> str:
             best = f"none of the {count} others measured was {better}"
         return f"No setting beats vLLM's defaults here: {best}."
     turned = [
-        f"{spec.name}={getattr(setting.knobs, spec.name):g}"
+        f"{knob_name(profile.engine.name, spec.name)}={getattr(setting.knobs, spec.name):g}"
         for spec in KNOBS
         if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
     ]

@@ -109,31 +109,6 @@ class QuantileTable:
         return np.interp(u, self.levels, self.values)
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Parts chosen with chances ``weights``; one uniform picks the part and the place in it."""
-
-    weights: tuple[float, ...]
-    parts: tuple[Marginal, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.weights) != len(self.parts) or not self.parts:
-            raise ValueError(
-                f"{len(self.weights)} weights for {len(self.parts)} parts; there must be as many, at least 1"
-            )
-        for weight in self.weights:
-            positive("every weight", weight)
-
-    def quantile(self, u: Floats) -> Floats:
-        edges = np.concatenate([[0.0], np.cumsum(self.weights) / sum(self.weights)])
-        chosen = np.clip(np.searchsorted(edges, u, side="right") - 1, 0, len(self.parts) - 1)
-        inside = np.clip((u - edges[chosen]) / (edges[chosen + 1] - edges[chosen]), 0.0, np.nextafter(1.0, 0.0))
-        result = np.empty_like(u)
-        for i, part in enumerate(self.parts):
-            result[chosen == i] = part.quantile(inside[chosen == i])
-        return result
-
-
 class LengthModel(Protocol):
     """Joint distribution of prompt and output tokens."""
 

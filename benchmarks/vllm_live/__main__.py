@@ -1,6 +1,6 @@
 """Our controller on live vLLM, against its defaults and the best fixed settings.
 
-vLLM's CPU build serves a model of random weights (57M parameters). Four loads (:mod:`.loads`): a conversation at 0.8, 1.0 and
+vLLM's CPU build serves a model of random weights (57M parameters). Four loads (:mod:`.cases`): a conversation at 0.8, 1.0 and
 1.2 of what vLLM completes when it is kept full, and one in which code completions with their long prompts join in mid-run.
 
 - *ours* starts cold from the defaults in every turn and has all it can do: knobs, budgets of single steps, early rejection,

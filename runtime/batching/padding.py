@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,12 +54,3 @@ def efficiency(lengths: Sequence[int], width: int | None = None) -> float:
     """Share of a padded call that is no filler; 1 of nothing."""
     area = len(lengths) * (max(lengths, default=0) if width is None else width)
     return sum(lengths) / area if area else 1.0
-
-
-def waste(calls: Iterable[Sequence[int]]) -> float:
-    """Share of filler over many padded calls, each given by the lengths of its items."""
-    used = area = 0
-    for lengths in calls:
-        used += sum(lengths)
-        area += len(lengths) * max(lengths, default=0)
-    return 1 - used / area if area else 0.0

@@ -43,7 +43,7 @@ from runtime.llm.slack import SlackTracker
 from runtime.llm.waiting import rank, work_of
 from runtime.ordering import ordering_of
 from runtime.ordering.learned import OutputLengths, TokenTimes
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, RequestRecord, StepRecord
 from runtime.request import Sequence
 from runtime.shared.expiries import Expiries
 from runtime.slo import find_slo
@@ -52,9 +52,6 @@ PROBE_S: Final = 5.0
 """Seconds without anything let in after which one is, whatever is predicted."""
 _LEAST_PROMPT = 0.1  # of an E2E target, which an answer leaves to the prompt however long it is expected to be
 _RESERVE = 0.1  # share of the target reserved for prediction error; a prompt half computed may use it up
-
-SLO_REASON: Final = "slo"
-QUEUE_TIMEOUT_REASON: Final = "queue_timeout"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,6 @@ class Work(NamedTuple):
         """``tokens`` of one prompt, behind ``start`` that are computed."""
         return cls(tokens, tokens * start + tokens * (tokens + 1) // 2)
 
-    def plus(self, other: Work) -> Work:
-        return Work(self.tokens + other.tokens, self.pairs + other.pairs)
-
 
 @runtime_checkable
 class RateSource(Protocol):

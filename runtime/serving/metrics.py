@@ -20,8 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from runtime.knobs import KNOBS
-from runtime.llm.admission import QUEUE_TIMEOUT_REASON, SLO_REASON
-from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.serving.histogram import LatencyHistogram, bounds_with
 from runtime.slo import METRICS, find_slo, wilson_interval
 from runtime.tunable import Tunable

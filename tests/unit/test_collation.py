@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.batching.packing import pack, pack_rows
-from runtime.batching.padding import efficiency, pad, waste
+from runtime.batching.padding import efficiency, pad
 
 
 def test_padding_fills_to_the_longest_and_gives_everything_back() -> None:
@@ -27,9 +27,8 @@ def test_widths_are_rounded_up_and_vectors_padded_along_their_length() -> None:
     assert pad([[], []]).values.shape == (2, 1)
 
 
-def test_waste_counts_area() -> None:
+def test_efficiency_counts_area() -> None:
     assert efficiency([]) == 1.0 and efficiency([4, 4]) == 1.0 and efficiency([1, 3]) == pytest.approx(4 / 6)
-    assert waste([[4, 4], [1, 3]]) == pytest.approx(2 / 14) and waste([]) == 0.0
 
 
 def test_packing_puts_sequences_end_to_end() -> None:

@@ -68,6 +68,15 @@ def test_a_clear_gain_is_the_first_sentence() -> None:
     )
 
 
+def test_the_knobs_of_vllm_have_its_names() -> None:
+    made, _ = told([9] * 10, [6] * 9 + [7])
+    engine = made.engine.model_copy(update={"name": "vllm"})
+    text = conclusion(made.model_copy(update={"engine": engine}))
+    assert text.startswith(
+        "Set max_num_seqs=16, max_num_batched_tokens=128, long_prefill_token_threshold=128: 48% more"
+    )
+
+
 def test_twice_and_more_is_told_as_a_multiple() -> None:
     assert (
         "2.5 times as many requests within the SLO as with vLLM's defaults (95% interval 2.5–2.5; one run of 4 s)."

@@ -26,9 +26,9 @@ from autotune.profile import save_profile
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
-from runtime.llm.admission import SLO_REASON, Admission, AdmissionPolicy, Verdict
+from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.slack import SlackTracker
-from runtime.records import FinishReason
+from runtime.records import SLO_REASON, FinishReason
 from runtime.request import Request, SamplingParams, Sequence
 from tests.unit.profiles import profile
 
@@ -178,6 +178,10 @@ def test_no_limit_of_queued_tokens_where_it_would_reject_too_much(options: Optio
         (("./m", "--engine", "vllm"), "--engine vllm tunes vLLM to an SLO: add --slo"),
         (("./m", "--engine", "vllm", "--slo", "ttft=1s", "--ordering", "shortest"), "--ordering does not go with"),
         (("./m", "--engine", "vllm", "--slo", "ttft=1s", "--threads", "2"), "--threads does not go with --engine vllm"),
+        (
+            ("./m", "--engine", "vllm", "--slo", "ttft=1s", "--max-queue", "4096"),
+            "--max-queue does not go with",
+        ),  # its default
         (("./m", "--slo", "ttft=1s", "--", "--swap-space", "4"), "--swap-space 4 is of vLLM's options; they go with"),
         (("./m", "--engine", "sglang"), "--engine is sglang; it must be own or vllm"),
     ],

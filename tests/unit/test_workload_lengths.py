@@ -15,7 +15,6 @@ from autotune.workload.lengths import (
     Constant,
     Independent,
     Lognormal,
-    Mixture,
     QuantileTable,
     Uniform,
     pairs,
@@ -37,13 +36,6 @@ def test_lognormal_of_mean_and_cv(mean: float, cv: float) -> None:
     values = Lognormal.of_mean_cv(mean, cv).quantile((np.arange(200_000) + 0.5) / 200_000)
     assert values.mean() == pytest.approx(mean, rel=0.01)
     assert values.std() / values.mean() == pytest.approx(cv, rel=0.02)
-
-
-def test_mixture_takes_from_each_part_its_share() -> None:
-    mixture = Mixture((3, 1), (Uniform(1, 10), Uniform(101, 110)))
-    values = mixture.quantile(U)
-    assert (values > 100).mean() == pytest.approx(0.25, abs=0.001)
-    assert set(values[values > 100]) == set(range(101, 111)) and set(values[values < 100]) == set(range(1, 11))
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=50, max_size=400))
@@ -93,8 +85,6 @@ def test_a_changed_distribution_shifts_no_other_draw() -> None:
         (lambda: QuantileTable((0, 1), (1,)), "2 levels and 1 values"),
         (lambda: QuantileTable((0, 0.5, 0.9), (1, 2, 3)), "ascend from 0 to 1"),
         (lambda: QuantileTable((0, 1), (2, 1)), "must not descend"),
-        (lambda: Mixture((1,), ()), "1 weights for 0 parts"),
-        (lambda: Mixture((0.0,), (Constant(1),)), "every weight is 0.0"),
         (lambda: Conditional(Constant(1), ()), "at least one band"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import psutil
 import yaml
 
-from autotune.engines.named import ByCommand, NamedEngine, ToServe
+from autotune.engines.named import REFUSABLE, ByCommand, NamedEngine, ToServe
 from autotune.engines.vllm.engine import VllmEngine, VllmSource
 from autotune.engines.vllm.model import budget_of, model_of, parameters_of, slots_of
 from autotune.engines.vllm.scheduler import unfit
@@ -277,9 +277,7 @@ ENGINE: Final = NamedEngine(
     load=load_vllm,
     serving=ByCommand(
         _become,
-        dict.fromkeys(
-            ("--device", "--kv-tokens", "--max-queue", "--ordering", "--threads", "--records", "--for"), _INSTEAD
-        ),
+        dict.fromkeys(REFUSABLE, _INSTEAD),
     ),
     dtypes=lambda: _DTYPES,
     check=check_installed,

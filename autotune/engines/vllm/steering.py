@@ -25,21 +25,19 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
 from autotune.engines.vllm.kv import KvPool
 from runtime.clock import Clock
-from runtime.errors import StepFailedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.plan import Token
 from runtime.llm.prefill_rate import RateSource, Work
 from runtime.llm.scheduler import Finished
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue, given, key_of, precedes, put_behind, rank
+from runtime.llm.waiting import WaitingQueue, key_anew, precedes, put_behind, rank
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
@@ -422,11 +420,9 @@ class Steering:
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
         if wanted is not self.waiting.ordering or self.waiting.relegated_tokens:
+            other = None if wanted is self.waiting.ordering else wanted
             self.waiting.reorder(wanted)
-            for sequence in self.prefills:
-                sequence.key, sequence.relegated = given(sequence), None
-                with suppress(StepFailedError):  # it keeps its place
-                    sequence.key = key_of(wanted, sequence)
+            key_anew(self.prefills, other)  # one that has no key there keeps its own
             self._requeue()
         self._admission = made = (
             None if policy is None else Admission(policy, self.slack, weights=weights, source=source)

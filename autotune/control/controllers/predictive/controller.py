@@ -60,8 +60,7 @@ from autotune.control.controllers.registry import register
 from autotune.control.controllers.targets import SLOTargets
 from autotune.control.controllers.tiles import whole_tiles
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.llm.admission import QUEUE_TIMEOUT_REASON, SLO_REASON
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
