@@ -353,7 +353,7 @@ def test_what_one_http_request_asks_for_is_rejected_as_a_whole(serve: Callable[.
         served.run()
     steering = served.scheduler.steering
     assert [r.reason for r in records.requests] == [FinishReason.REJECTED] * 4
-    assert not steering._by_name and not steering._families and not steering._doomed
+    assert not steering._by_name and not steering._families._members and not steering._families.doomed
 
 
 def test_who_wants_log_probabilities_of_the_prompt_is_relegated(serve: Callable[..., Served]) -> None:

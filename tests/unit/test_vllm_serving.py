@@ -17,10 +17,11 @@ import pytest
 from autotune.cli.main import run
 from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
+from autotune.engines.vllm.families import family_of
 from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
 from autotune.engines.vllm.serving import Options
-from autotune.engines.vllm.steering import Steering, _reason, family_of
+from autotune.engines.vllm.steering import Steering, _reason
 from autotune.engines.vllm.tuning import TunableScheduler
 from autotune.profile import save_profile
 from runtime.clock import VirtualClock

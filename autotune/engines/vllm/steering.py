@@ -21,7 +21,6 @@ No vLLM and no torch is imported here: the scheduler is whatever has the attribu
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from autotune.engines.vllm.families import Families, Refusal
 from autotune.engines.vllm.kv import KvPool
 from runtime.clock import Clock
 from runtime.knobs import KnobLimits, Knobs
@@ -64,20 +64,6 @@ _REASONS: Final = {
     "stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED,
 }  # fmt: skip
 _NO_PARAMS: Final = SamplingParams()
-
-
-_OF_COMPLETIONS: Final = re.compile(r"(?:\d+_)?(cmpl-[0-9a-f]{16,32})-\d+-[0-9a-f]{8}")
-"""The ids of what ``/v1/completions`` asks the engine for: one for each of its prompts, and for each of their ``n`` answers."""
-_OF_ANSWERS: Final = re.compile(r"\d+_(.+-[0-9a-f]{8})")
-"""The ids of the ``n`` answers to one prompt, by whatever endpoint."""
-_REFUSED: Final = 1024  # families that are remembered, for what of them is still to come
-
-
-def family_of(name: str) -> str | None:
-    """What the requests have in common that one HTTP request stands for; None for a request of its own, as far as its id says.
-    vLLM adds random characters to each id, but a client may give two of its requests one id: then only answers are told."""
-    found = _OF_COMPLETIONS.fullmatch(name) or _OF_ANSWERS.fullmatch(name)
-    return None if found is None else found[1]
 
 
 def missing(scheduler: object) -> list[str]:
@@ -187,9 +173,7 @@ class Steering:
         self._by_name: dict[str, Sequence] = {}
         self._plans: deque[_Planned | None] = deque()
         self._aborted: list[Aborted] = []
-        self._families: dict[str, list[Sequence]] = {}  # what one HTTP request stands for
-        self._refused: dict[str, tuple[str, str, float | None]] = {}  # families of which one was rejected, and why
-        self._doomed: list[Sequence] = []  # the others of those families
+        self._families = Families()
         self._tokens: list[Token] | None = [] if tokens else None
         self._step = 0  # that have landed with decodes
         self._advanced = 0  # steps planned in which every decode got its token
@@ -231,10 +215,7 @@ class Steering:
         sequence.data = request
         self.newest, self.refusal = sequence, None
         self._by_name[request.request_id] = sequence
-        if (family := family_of(request.request_id)) is not None:
-            self._families.setdefault(family, []).append(sequence)
-            if family in self._refused:
-                self._doomed.append(sequence)
+        self._families.joined(request.request_id, sequence)
         self._queue(sequence)
         request.priority = sequence.key
         if ours.expires is not None:
@@ -249,7 +230,7 @@ class Steering:
     def added(self) -> None:
         """vLLM has queued it: the admission policy decides."""
         sequence, admission = self.newest, self._admission
-        if self._doomed:
+        if self._families.doomed:
             self._end_doomed()
         if sequence is None or admission is None or sequence.state == "finished":
             return
@@ -262,7 +243,7 @@ class Steering:
                 self.refusal = verdict
             for one in late:
                 self._late(admission, one, verdict, now)
-        if self._doomed:
+        if self._families.doomed:
             self._end_doomed()
         if self.refusal is None and sequence.state == "waiting":
             admission.queued(sequence)
@@ -340,27 +321,13 @@ class Steering:
                 else:  # vLLM goes on with it
                     sequence.data.priority = -sequence.request.priority
             if kind is FinishReason.REJECTED:
-                self._refuse_family(sequence, reason, why)
-
-    def _refuse_family(self, sequence: Sequence, reason: str, why: str) -> None:
-        """Who asked for ``sequence`` is told that all of what it asked for was rejected, so none of it is to go on. Not at once:
-        a step may be being planned, and some may still be on their way here."""
-        family = family_of(sequence.data.request_id)
-        if family is None or family in self._refused:
-            return
-        self._refused[family] = reason, why, sequence.retry_after
-        if len(self._refused) > _REFUSED:
-            del self._refused[next(iter(self._refused))]
-        self._doomed += self._families.get(family, ())
+                self._families.refuse(sequence.data.request_id, Refusal(reason, why, sequence.retry_after))
 
     def _end_doomed(self) -> None:
-        now, doomed = self.clock.now(), self._doomed
-        self._doomed = []
-        for sequence in doomed:
-            said = self._refused.get(family_of(sequence.data.request_id) or "")
-            if said is not None:
-                reason, why, sequence.retry_after = said
-                self.reject(sequence, reason, now, why=why)
+        now = self.clock.now()
+        for sequence, refusal in self._families.take_doomed():
+            sequence.retry_after = refusal.retry_after
+            self.reject(sequence, refusal.reason, now, why=refusal.why)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """Forget ``sequence``, which has ended or is about to. None if it had ended before."""
@@ -378,12 +345,7 @@ class Steering:
         if self._admission is not None:
             self._admission.ended(record)
         name = sequence.data.request_id
-        if self._families and (family := family_of(name)) is not None:
-            kept = [one for one in self._families.get(family, ()) if one is not sequence]
-            if kept:
-                self._families[family] = kept
-            else:
-                self._families.pop(family, None)
+        self._families.left(name, sequence)
         del self._by_name[name]  # the last: until then its priority is known
         return record
 
@@ -523,7 +485,7 @@ class Steering:
             self._preempted(name)
         if self._expiries.heap or (admission is not None and admission.timeouts.heap):
             self.expire(now)
-        if self._doomed:
+        if self._families.doomed:
             self._end_doomed()
         requested = knobs.token_budget
         if self.settings.policy is None:
