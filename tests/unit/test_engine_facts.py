@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.cost.model import CostModel
 from autotune.engines.own import OwnSource
@@ -34,3 +36,17 @@ def test_facts_name_the_model_with_the_context_in_force() -> None:
         model = engine.facts.model
         assert model is not None and (model.name, model.vocab_size, model.max_model_len) == ("fake", 257, 100)
     assert scenario().start().facts.model is None
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "slots"),
+    [("cpu", 0, 1024), ("NVIDIA L4", 22, 256), ("NVIDIA A100-SXM4-80GB", 79, 256), ("NVIDIA H100", 79, 1024)],
+)
+def test_vllms_defaults_are_those_of_the_gpu_that_the_engine_runs_on(
+    device: str, gib: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a large one's, where nobody would start vLLM with those."""
+    of_it = SimpleNamespace(name=device, total_memory=gib << 30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: of_it)
+    model: Any = SimpleNamespace(device=torch.device("cpu" if device == "cpu" else "cuda"), info=None)
+    assert OwnSource(model).stock.max_batch_size == slots
