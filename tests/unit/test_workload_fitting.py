@@ -13,10 +13,10 @@ import pytest
 from scipy.stats import spearmanr
 
 from autotune.workload.fitted import Fitted, dumps, from_data, load_fitted
-from autotune.workload.fitting import fit_lengths, fit_process, log_likelihood, quantile_levels
-from autotune.workload.goodness import compare_lengths, compare_times, dispersion
 from autotune.workload.processes import Gamma, MarkovModulated
-from benchmarks import trace_fit
+from benchmarks.trace_fit import __main__ as trace_fit
+from benchmarks.trace_fit.fitting import fit_lengths, fit_process, log_likelihood, quantile_levels
+from benchmarks.trace_fit.goodness import compare_lengths, compare_times, dispersion
 
 TRUTH = MarkovModulated((0.05, 3.0), (1.0, 0.6), ((0.97, 0.03), (0.5, 0.5)))
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import expon, gamma, kstest
 
-from autotune.workload.goodness import dispersion
 from autotune.workload.processes import Fixed, Gamma, MarkovModulated, poisson, times
+from benchmarks.trace_fit.goodness import dispersion
 
 N = 40_000
 BURSTY = MarkovModulated(means=(0.01, 2.0), shapes=(1.0, 0.5), transition=((0.98, 0.02), (0.4, 0.6)))

@@ -9,10 +9,10 @@ import numpy as np
 from scipy.special import ndtr
 from scipy.stats import ks_2samp, spearmanr
 
-from autotune.workload.fitting import fit_lengths, log_likelihood
 from autotune.workload.lengths import Independent, Ints, LengthModel, QuantileTable
 from autotune.workload.processes import ArrivalProcess, Gamma, MarkovModulated, poisson
 from autotune.workload.randomness import Floats, Stream, generator
+from benchmarks.trace_fit.fitting import fit_lengths, log_likelihood
 
 WINDOWS = (0.1, 1.0, 10.0, 30.0, 60.0)  # s
 SEEDS = 20

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune.workload.fitted import Fitted, dumps
-from autotune.workload.fitting import fit_lengths, fit_process
-from autotune.workload.goodness import WINDOWS, compare_lengths, compare_times
 from autotune.workload.readers import read_azure
 from benchmarks.command import command, exit_code
+from benchmarks.trace_fit.fitting import fit_lengths, fit_process
+from benchmarks.trace_fit.goodness import WINDOWS, compare_lengths, compare_times
 
 STATES = {"azure-conv": 5, "azure-code": 12}  # chosen by likelihood on the other half of the trace: docs/log/2026-11.md
 SOURCE = "Azure LLM inference traces 2023 (Patel et al., Splitwise, ISCA 2024), github.com/Azure/AzurePublicDataset"

@@ -1,0 +1,1 @@
+"""How the presets of real traces are fitted, and how near they come."""
