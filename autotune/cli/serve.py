@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -112,6 +114,7 @@ def serve(
     decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,
     records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
+    as_json: Annotated[bool, Option("--json", help="Say where it serves, and with what, as a line of JSON.")] = False,
 ) -> int:
     """Serve until stopped."""
     if model is not None and model.startswith("-"):  # what follows -- begins with the model, where none was named
@@ -206,10 +209,12 @@ def serve(
         serving.become(requested)
     if dtype is not None:
         check_dtype(by, dtype)
-    return _serve_here(serving, requested, known, records)
+    return _serve_here(serving, requested, known, records, as_json)
 
 
-def _serve_here(serving: InProcess, requested: ToServe, profile: Profile | None, records: Path | None) -> int:
+def _serve_here(
+    serving: InProcess, requested: ToServe, profile: Profile | None, records: Path | None, as_json: bool
+) -> int:
     """Serve by this process until it is stopped. ``profile``: of what is served, if there is one."""
     from autotune.control.attach import attach
     from autotune.profile.fingerprint import recorded_otherwise
@@ -255,7 +260,15 @@ def _serve_here(serving: InProcess, requested: ToServe, profile: Profile | None,
         def ready() -> None:
             how = "controlled" if requested.controlled else "not controlled"
             with_slo = f" · SLO {requested.slo}, {how}" if requested.slo else ""
-            print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
+            if as_json:
+                said = {
+                    "url": url_of(bound), "pid": os.getpid(), "model": api.name,
+                    "slo": None if requested.slo is None else str(requested.slo), "controlled": made is not None,
+                    "knobs": engine.knobs.as_dict(),
+                }  # fmt: skip
+                print(json.dumps(said), flush=True)
+            else:
+                print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
             if requested.slo and requested.slo.ttft_ms and not (requested.reject_late or requested.relegate_late):
                 print(f"note: {_KEEPS_LATE}", file=sys.stderr, flush=True)
 

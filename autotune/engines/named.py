@@ -102,7 +102,7 @@ class Loader(Protocol):
 
 # -- serving --------------------------------------------------------------------------------------------------------------
 
-REFUSABLE: Final = ("--device", "--kv-tokens", "--max-queue", "--ordering", "--threads", "--records", "--for")
+REFUSABLE: Final = ("--device", "--kv-tokens", "--max-queue", "--ordering", "--threads", "--records", "--for", "--json")
 """Options of ``autotune serve`` that may mean nothing to an engine."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from runtime.serving.app import Api, create_app
 from runtime.serving.run import Server, bind, url_of
 
 ROOT = Path(__file__).parents[2]
+_SERVES = re.compile(r'(?: at |"url": ")(http://[^\s"]+)')
 
 
 @contextmanager
@@ -50,10 +52,10 @@ class ServerProcess:
         with self._log.open("w") as file:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
         until = time.monotonic() + 180
-        while " at http://" not in self.output:
+        while (found := _SERVES.search(self.output)) is None:
             assert self.process.poll() is None and time.monotonic() < until, self.output
             time.sleep(0.1)
-        self.url = self.output.split(" at ")[1].split()[0]
+        self.url = found[1]
 
     @property
     def output(self) -> str:

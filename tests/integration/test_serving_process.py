@@ -127,6 +127,16 @@ def test_an_idle_server_stops_within_seconds(tmp_path: Path) -> None:
     assert isinstance(server, ServerProcess) and "Traceback" not in server.output
 
 
+@pytest.mark.beside
+def test_scripts_read_where_it_serves_as_json(tmp_path: Path) -> None:
+    with in_process(tmp_path, *SMALL, "--slo", "ttft=60s", "--json") as server:
+        [line] = [line for line in server.output.splitlines() if line.startswith("{")]
+        said = json.loads(line)
+        assert said["url"] == server.url and said["pid"] == server.process.pid
+        assert said["slo"] == "ttft=60000ms@99%" and said["controlled"] and said["knobs"]["chunk_size"] > 0
+        assert httpx.get(f"{said['url']}/v1/models", timeout=30).json()["data"][0]["id"] == said["model"]
+
+
 def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
     made = profile(slo=SLO(ttft_ms=60_000))
     too_fast = fit_cost_model(measured(lambda step: h200(step) / 100)).facts
