@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
@@ -159,8 +157,6 @@ class Engine(TunableEngine):
         core.set_admission(AdmissionPolicy.of(admission), weights=weights)
         loop = EngineLoop(core, output, clock, max_queue=max_queue, name=served.name)
         super().__init__(core, loop, clock, slos, weights)
-        self._forgotten = weakref.finalize(self, self._loop.abandon)
-        self._forgotten.atexit = False  # the loop sees to that itself
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -305,31 +301,6 @@ class Engine(TunableEngine):
     @property
     def executor(self) -> Executor:
         return self._core.executor
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has been closed, or its thread has died: it accepts nothing more."""
-        return self._loop.closed
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended its thread, such as a :class:`~runtime.errors.DeviceError`; None while it runs or was closed."""
-        return self._loop.error
-
-    def close(self, drain: bool = True) -> None:
-        """Accept nothing more, finish what was accepted (``drain=False``: cancel it) and wait for the thread to end.
-
-        Any number of times, from any thread; ``close(drain=False)`` cuts short a ``close()`` that still waits elsewhere.
-        From a listener it returns at once.
-        """
-        self._loop.close(drain)
-        self._forgotten.detach()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close(drain=kind is None)
 
     def __repr__(self) -> str:
         return f"<Engine {self._model.name} {'closed' if self.closed else self.knobs}>"

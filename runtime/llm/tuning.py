@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Self, TypeVar
 
 from runtime.clock import Clock
 from runtime.llm.admission import AdmissionPolicy
@@ -78,6 +79,33 @@ class TunableEngine(TunableCore):
     ) -> None:
         super().__init__(core, loop.listeners, clock, slos, weights)
         self._loop = loop
+        self._forgotten = weakref.finalize(self, loop.abandon)
+        self._forgotten.atexit = False  # the loop sees to that itself
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed, or its thread has died: it accepts nothing more."""
+        return self._loop.closed
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended its thread, such as a :class:`~runtime.errors.DeviceError`; None while it runs or was closed."""
+        return self._loop.error
+
+    def close(self, drain: bool = True) -> None:
+        """Accept nothing more, finish what was accepted (``drain=False``: cancel it) and wait for the thread to end.
+
+        Any number of times, from any thread; ``close(drain=False)`` cuts short a ``close()`` that still waits elsewhere.
+        From a listener it returns at once.
+        """
+        self._loop.close(drain)
+        self._forgotten.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(drain=kind is None)
 
     def _change(self, change: Callable[[], T]) -> T:
         return self._loop.locked(change)

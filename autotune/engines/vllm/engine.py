@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from autotune.engines.vllm.core import VllmCore
 from autotune.engines.vllm.model import CAPABILITIES
@@ -86,8 +84,6 @@ class VllmEngine(TunableEngine):
         self._ids = itertools.count(1)
         if admission:
             self.set_admission(admission)
-        self._forgotten = weakref.finalize(self, loop.abandon)
-        self._forgotten.atexit = False  # the loop sees to that itself
 
     def submit(
         self,
@@ -129,31 +125,11 @@ class VllmEngine(TunableEngine):
         """As vLLM was started: model, version, KV pool, prefix cache, CUDA graphs."""
         return self._core.facts
 
-    @property
-    def closed(self) -> bool:
-        """Whether it has been closed, or a step has failed: it accepts nothing more."""
-        return self._loop.closed
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended it; None while it runs or was closed."""
-        return self._loop.error
-
     def close(self, drain: bool = True) -> None:
-        """Accept nothing more, finish what was accepted (``drain=False``: cancel it), and give back what vLLM holds.
-
-        Any number of times, from any thread. From a listener it returns at once.
-        """
-        self._loop.close(drain)
+        """As :meth:`runtime.Engine.close`; gives back what vLLM holds, too."""
+        super().close(drain)
         if not self._loop.here:
-            self._forgotten.detach()
             self._core.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close(drain=kind is None)
 
     def __repr__(self) -> str:
         model = self.facts.model
