@@ -2,7 +2,7 @@
 
 A contender is something that sets knobs, its *base*, with the layers up to one of :data:`LAYERS`. A layer is the same thing for
 all of them: one deadline order, and one early rejection whose prefill rate is measured where a controller names none. Steps of
-all that choose a number of tokens hold whole tiles (:mod:`autotune.control.controllers.tiles`).
+all that choose a number of tokens hold whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
+from autotune.control.controllers.parts.tiles import step_of_whole_tiles
 from autotune.control.controllers.static import StaticController
-from autotune.control.controllers.tiles import step_of_whole_tiles
 from runtime.knobs import Knobs
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner

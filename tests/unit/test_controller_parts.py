@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.control.controllers import predictive
-from autotune.control.controllers.galloping import largest
-from autotune.control.controllers.running_statistics import Recent
-from autotune.control.controllers.step_window import StepWindow
-from autotune.control.controllers.targets import SLOTargets
+from autotune.control.controllers.parts.galloping import largest
+from autotune.control.controllers.parts.running_statistics import Recent
+from autotune.control.controllers.parts.step_window import StepWindow
+from autotune.control.controllers.parts.targets import SLOTargets
 from runtime.slo import SLO
 from tests.unit.test_rival_controllers import step
 

@@ -14,7 +14,7 @@ import pytest
 from autotune.control.controllers.aimd import AimdController
 from autotune.control.controllers.bisection import BisectionController
 from autotune.control.controllers.gradient import GradientController
-from autotune.control.controllers.tiles import whole_tiles
+from autotune.control.controllers.parts.tiles import whole_tiles
 from benchmarks.controller import constants, contenders, tune
 from benchmarks.controller.constants import RANGES, constants_of
 from benchmarks.controller.contenders import CONTENDERS, POLICIES, RIVALS, driver_of

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from autotune import control, simulate
+from autotune.control.controllers.parts.running_statistics import Recent
+from autotune.control.controllers.parts.targets import SLOTargets
 from autotune.control.controllers.predictive import PredictiveController
-from autotune.control.controllers.running_statistics import Recent
-from autotune.control.controllers.targets import SLOTargets
 from autotune.control.loop import Control
 from autotune.workload import Arrival
 from runtime.records import RequestRecord

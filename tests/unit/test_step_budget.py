@@ -6,12 +6,12 @@ import math
 
 import pytest
 
+from autotune.control.controllers.parts.targets import SLOTargets
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.step_budget import StepBudget
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
-from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO

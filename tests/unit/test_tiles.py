@@ -12,9 +12,9 @@ from autotune import control
 from autotune.control.controllers.aimd import AimdController
 from autotune.control.controllers.bisection import BisectionController
 from autotune.control.controllers.gradient import GradientController
+from autotune.control.controllers.parts.tiles import whole_tiles
 from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Controller
-from autotune.control.controllers.tiles import whole_tiles
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import Knobs
 from runtime.slo import SLO, attainment

@@ -30,11 +30,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autotune.control.controllers.galloping import largest
+from autotune.control.controllers.parts.galloping import largest
+from autotune.control.controllers.parts.running_statistics import OnlineQuantile, Recent
+from autotune.control.controllers.parts.targets import SLOTargets
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register_for_batchers
-from autotune.control.controllers.running_statistics import OnlineQuantile, Recent
-from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO

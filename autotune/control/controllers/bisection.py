@@ -28,11 +28,11 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from autotune.control.controllers.parts.step_window import StepWindow
+from autotune.control.controllers.parts.targets import step_target
+from autotune.control.controllers.parts.tiles import in_whole_tiles, step_of_whole_tiles
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
-from autotune.control.controllers.step_window import StepWindow
-from autotune.control.controllers.targets import step_target
-from autotune.control.controllers.tiles import in_whole_tiles, step_of_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO

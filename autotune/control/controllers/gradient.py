@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from autotune.control.controllers.parts.step_window import StepWindow
+from autotune.control.controllers.parts.tiles import in_whole_tiles
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
-from autotune.control.controllers.step_window import StepWindow
-from autotune.control.controllers.tiles import in_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import SchedulerView

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 
+from autotune.control.controllers.parts.running_statistics import Recent
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
-from autotune.control.controllers.running_statistics import Recent
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import SchedulerView

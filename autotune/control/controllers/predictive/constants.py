@@ -2,7 +2,7 @@
 
 ``benchmarks.controller.ablation`` and ``docs/log.md`` have the experiments. M1 to M14, U1 to U3 and G1 to G8 are the scenarios of
 :mod:`benchmarks.controller.scenarios`; nothing here was chosen on U1, G6, G7 or G8, and on U2 and the other measured ones
-nothing but what says so; ``HOLDS_UP`` was chosen with G4 in sight. ``TILE`` of :mod:`autotune.control.controllers.tiles`
+nothing but what says so; ``HOLDS_UP`` was chosen with G4 in sight. ``TILE`` of :mod:`autotune.control.controllers.parts.tiles`
 (64 to 512 were tried, and none) was chosen with all scenarios in sight, seeds 1 and 2.
 """
 

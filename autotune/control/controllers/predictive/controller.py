@@ -45,7 +45,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autotune.control.controllers.galloping import largest
+from autotune.control.controllers.parts.galloping import largest
+from autotune.control.controllers.parts.targets import SLOTargets
+from autotune.control.controllers.parts.tiles import whole_tiles
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.attainment_model import Requests, attainment
 from autotune.control.controllers.predictive.drafting import Drafting
@@ -57,8 +59,6 @@ from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
-from autotune.control.controllers.targets import SLOTargets
-from autotune.control.controllers.tiles import whole_tiles
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO

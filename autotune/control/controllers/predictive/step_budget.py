@@ -6,7 +6,7 @@ shares out what the tightest decoding request is ahead of its schedule; behind s
 would then miss their TTFT: then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is
 what it needs in reserve; a gap is a single step.) Where an E2E target asks for shorter steps than any TPOT does,
 being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
-down to whole tiles (:mod:`autotune.control.controllers.tiles`).
+down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
 
 Where steps overlap, slack is as of the end of the step in flight, as predicted.
 
@@ -27,12 +27,12 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from autotune.control.controllers.parts.targets import SLOTargets
+from autotune.control.controllers.parts.tiles import TILE, whole_tiles
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
-from autotune.control.controllers.targets import SLOTargets
-from autotune.control.controllers.tiles import TILE, whole_tiles
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
 from runtime.tunable import SchedulerView

@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from autotune.control.controllers.galloping import largest
+from autotune.control.controllers.parts.galloping import largest
+from autotune.control.controllers.parts.running_statistics import Recent
 from autotune.control.controllers.predictive import constants
-from autotune.control.controllers.running_statistics import Recent
 
 
 def full_step(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from autotune.control.controllers.parts.running_statistics import Recent
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.attainment_model import Requests
-from autotune.control.controllers.running_statistics import Recent
 from runtime.records import LimitedBy, RequestRecord, StepRecord
 
 

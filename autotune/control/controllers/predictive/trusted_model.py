@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from autotune.control.controllers.parts.running_statistics import OnlineQuantile
 from autotune.control.controllers.predictive import constants
-from autotune.control.controllers.running_statistics import OnlineQuantile
 from runtime.records import StepRecord, StepTimes
 from runtime.step_model import StepFeatures, StepLearner
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, Self
 
-from autotune.control.controllers.running_statistics import Recent
+from autotune.control.controllers.parts.running_statistics import Recent
 from runtime.records import RequestRecord
 from runtime.slo import SLO, find_slo
 

@@ -1,0 +1,1 @@
+"""What several controllers are made of: targets, whole tiles, windows of steps, running statistics, a galloping search."""
