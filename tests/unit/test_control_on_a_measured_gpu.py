@@ -114,7 +114,8 @@ def test_gaps_count_from_the_end_of_the_step_in_flight(slo: SLO) -> None:
     assert other >= 0.97 * alone
 
 
-def test_a_view_says_which_step_comes_first() -> None:
+def watched() -> tuple[SimulatedEngine, list[SchedulerView]]:
+    """An engine whose steps overlap, and what a policy that gives each of them 512 tokens is shown."""
     engine = OverlappedScenario(**vars(machine())).start(DEFAULTS)
     seen: list[SchedulerView] = []
 
@@ -125,6 +126,11 @@ def test_a_view_says_which_step_comes_first() -> None:
 
     engine.core.settings.set_policy(Policy())
     engine.set_slo(TARGETS)
+    return engine, seen
+
+
+def test_a_view_says_which_step_comes_first() -> None:
+    engine, seen = watched()
     engine.submit([1] * 700)
     engine.submit([2] * 900)
     engine.run_until(0.2)
@@ -144,16 +150,7 @@ def test_a_view_says_which_step_comes_first() -> None:
 
 def test_a_whole_target_hides_nobody_who_is_behind_by_less_than_the_step_in_flight() -> None:
     """A prompt that ends in the step in flight has a whole target from its end on; a decode has what it had, less that step."""
-    engine = OverlappedScenario(**vars(machine())).start(DEFAULTS)
-    seen: list[SchedulerView] = []
-
-    class Policy:
-        def budget(self, view: SchedulerView) -> int:
-            seen.append(view)
-            return 512
-
-    engine.core.settings.set_policy(Policy())
-    engine.set_slo(TARGETS)
+    engine, seen = watched()
     engine.submit([1] * 100, SamplingParams(max_tokens=200))
     engine.run_until(0.3)
     engine.submit([2] * 500, SamplingParams(max_tokens=200))

@@ -12,9 +12,10 @@ from autotune import control
 from autotune.control.controllers.predictive import PredictiveController
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits, Knobs
-from runtime.records import LimitedBy, StepRecord
+from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.slo import SLO, attainment
 from runtime.step_model import StepFeatures
+from tests.building import request_record
 from tests.tiers import slow_but_for
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
 
@@ -146,6 +147,25 @@ def test_prompts_that_came_together_to_carry_the_load_do_so_no_longer_once_nothi
     assert proposal.regime == "throughput" and proposal.knobs.token_budget == 8192
     view = engine.view()._replace(decoding=10, waiting=5, waiting_tokens=9000, knobs=proposal.knobs)
     assert controller.budget(view) == 8192
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause", "leaves"),
+    [
+        (FinishReason.REJECTED, "slo", True), (FinishReason.REJECTED, "queue_timeout", True), (FinishReason.TIMEOUT, "", True),
+        (FinishReason.REJECTED, "queue_full", False), (FinishReason.CANCELLED, "by the client", False),
+    ],
+)  # fmt: skip
+def test_late_requests_leave_by_themselves_where_one_was_late_and_was_not_served(
+    reason: FinishReason, cause: str, leaves: bool
+) -> None:
+    """Then longer steps serve nobody. One for which the queue had no place says nothing of those in it."""
+    controller = PredictiveController(SLO(ttft_ms=500, tpot_ms=30), Knobs(8, 0, 128, 128))
+    controller.observe_request(request_record(reason=reason)._replace(cause=cause))
+    assert controller._gain.sheds is leaves
+    begun = PredictiveController(SLO(ttft_ms=500, tpot_ms=30), Knobs(8, 0, 128, 128))
+    begun.observe_request(request_record(reason=reason, scheduled=0.1)._replace(cause=cause))
+    assert not begun._gain.sheds, "it had left the queue"
 
 
 def test_names_the_missed_target_within_seconds_while_nothing_has_ended_yet() -> None:

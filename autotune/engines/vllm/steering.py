@@ -137,7 +137,8 @@ class Steering:
             max_batch_size=slots, token_budget=most, chunk_size=most, draft_tokens=0
         )  # set when vLLM starts
         if limits is not None:
-            top = KnobLimits(**{name: min(value, limits.as_dict()[name]) for name, value in top.as_dict().items()})  # type: ignore[arg-type]  # lower ones
+            lower = {name: min(value, limits.as_dict()[name]) for name, value in top.as_dict().items()}
+            top = KnobLimits(**lower)  # type: ignore[arg-type]  # whole numbers where both have them
         stock = Knobs(slots, 0.0, most, min(config.long_prefill_token_threshold or most, most))
         self.settings = Settings(top.clamp(stock) if knobs is None else knobs, top)
         self.clock = clock
