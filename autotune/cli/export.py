@@ -1,4 +1,4 @@
-"""``autotune export``: a profile's setting in another engine\'s terms."""
+"""``autotune export``: a profile's setting in another system's terms."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ from autotune.cli.options import AsJson, ProfileArgument, Purpose
 from autotune.writing import writable
 from runtime.errors import InputError
 
-HELP = "Write a profile's setting as another engine's configuration. PROFILE is a YAML file, or the name of a shipped profile."
+HELP = (
+    "Write a profile's setting as a configuration of vLLM, SGLang, TensorRT-LLM, Triton or Ray Serve. PROFILE is a YAML file, or "
+    "the name of a shipped profile."
+)
 EXAMPLES = (
     "Examples:  autotune export mine.yaml --to vllm --for interactive  ·  "
-    "autotune export mine.yaml --to vllm --diff my-vllm.yaml"
+    "autotune export embed.yaml --to triton --out config.pbtxt"
 )
 
 
 def export(
     profile: ProfileArgument,
-    to: Annotated[str, Option("--to", help="The engine: vllm.")],
+    to: Annotated[
+        str, Option("--to", help="Where to: vllm, sglang, tensorrt-llm; triton, ray-serve, which batch callables too.")
+    ],
     purpose: Purpose = "balanced",
-    out: Annotated[Path | None, Option("--out", "-o", help="The file to write.  (default: vllm.yaml)")] = None,
+    out: Annotated[
+        Path | None, Option("--out", "-o", help="The file to write.  (default: named for --to, such as vllm.yaml)")
+    ] = None,
     model: Annotated[
         str | None, Option(help="A directory or hub id to serve.  (default: the one measured, or of its shape)")
     ] = None,
@@ -39,14 +46,15 @@ def export(
     from autotune.cli.display import WIDEST
     from autotune.export import TARGETS
     from autotune.export import export as export_to
-    from autotune.profile import find_profile, load_profile
+    from autotune.profile import find_profile
+    from autotune.profile.callable import load_either
 
     target = TARGETS.get(to)
     if target is None:
         raise InputError(f"--to is {to}; it must be one of {', '.join(TARGETS)}")
     path = find_profile(profile)
     made = export_to(
-        load_profile(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=allow_lossy
+        load_either(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=allow_lossy
     )
     if diff is not None:
         if out is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,12 @@ from typing import Any
 import yaml
 
 from autotune.export.comments import MARK, header, note_of, one_line
-from autotune.export.target import Entry, ExportTarget, Fit, Ours, Row, Source, Value, number
+from autotune.export.files import flat
+from autotune.export.source import EngineSource, Source, callable_source
+from autotune.export.target import Entry, ExportTarget, Fit, Rows, S, Value, number
+from autotune.export.targets import TARGETS
 from autotune.profile import RECOMMENDED, ModelFacts, Profile
+from autotune.profile.callable import CallableProfile
 from autotune.writing import write_whole
 from runtime.errors import InputError
 
@@ -23,6 +27,8 @@ PUBLISHED: Mapping[str, str | None] = {
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
 """Preset → hub id of the published model of the same shape; None where nobody has published such weights."""
+
+_MODEL = ("model", "model-path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +49,15 @@ class Export:
     def reports(self) -> list[str]:
         """A line for everything a user should know before relying on it: each knob or fact that does not fit exactly."""
         lines = list(self.warnings)
+        harmless: dict[str, list[str]] = {}
         for entry in self.entries:
             if entry.lossy and entry.fit is Fit.UNSUPPORTED:
                 lines.append(f"{entry.source} is dropped: {entry.note}")
             elif entry.lossy:
                 lines.append(f"{entry.source} is approximate: {entry.note}")
             elif entry.fit is Fit.UNSUPPORTED:
-                lines.append(f"{entry.name}: {entry.note}")
-        return lines
+                harmless.setdefault(entry.note, []).append(entry.name)
+        return lines + [f"{', '.join(names)}: {note}" for note, names in harmless.items()]
 
     def text(self, path: Path) -> str:
         """The file, with where its figures come from. The same profile and path give the same text."""
@@ -77,6 +84,11 @@ class Export:
 
         The model is left out: which one is served is the user's word. Raises :class:`InputError` for a file that is none.
         """
+        if ".yaml" not in self.target.suffixes:
+            allowed = " or ".join(self.target.suffixes)
+            raise InputError(
+                f"--diff: {path} cannot be compared; {self.target.title} reads {allowed}, and --diff reads YAML"
+            )
         try:
             found = yaml.safe_load(path.read_bytes())
         except OSError as error:
@@ -85,11 +97,11 @@ class Export:
             raise InputError(f"--diff: {path} is not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(found, dict):
             raise InputError(f"--diff: {path} is no configuration of {self.target.title}: it holds no names and values")
-        theirs = {str(key).replace("_", "-"): value for key, value in found.items()}
+        theirs = {_spelled(key): value for key, value in flat(found).items()}
         return {
-            key: (theirs.get(key), value)
+            key: (theirs.get(_spelled(key)), value)
             for key, value in self.written.items()
-            if key != "model" and theirs.get(key) != value
+            if key not in _MODEL and theirs.get(_spelled(key)) != value
         }
 
     def as_dict(self, path: Path) -> dict[str, Any]:
@@ -103,12 +115,12 @@ class Export:
             "settings": self.written,
             "rows": [_row(entry) for entry in self.entries],
             "reports": self.reports,
-            "measured_on": str(self.source.profile.engine),
+            "measured_on": self.source.measured_on,
         }
 
 
 def export(
-    profile: Profile,
+    profile: Profile | CallableProfile,
     target: ExportTarget,
     *,
     profile_name: str = "",
@@ -118,25 +130,40 @@ def export(
 ) -> Export:
     """One setting of ``profile`` in the terms of ``target``.
 
-    ``purpose``: which setting. ``model``: what to serve, None for what was measured (see
+    ``purpose``: which setting; a callable's profile has one. ``model``: what to serve, None for what was measured (see
     :func:`model_to_serve`). Raises :class:`InputError` when the profile has no such setting, when a
     value has no counterpart and ``allow_lossy`` is false, and when the target itself would refuse the result.
     """
-    setting = next((held for name, held in profile.settings.items() if name == purpose), None)
-    if setting is None:
-        raise InputError(f"--for is {purpose}; {profile_name or profile.name} holds {', '.join(profile.settings)}")
-    source = Source(
+    named = profile_name or profile.name
+    if isinstance(profile, CallableProfile):
+        if target.calls is None:
+            those = " or ".join(name for name, other in TARGETS.items() if other.calls is not None)
+            raise InputError(
+                f"{named}: is the profile of a callable ({profile.function!r}), not of a language model; it goes to {those}"
+            )
+        if purpose != RECOMMENDED:
+            raise InputError(f"--for is {purpose}; {named} is the profile of a callable, which holds one setting")
+        found = callable_source(target.name, profile, named, None if model is None else _named("--model", model))
+        return _export(target, found, target.call_rows(), allow_lossy)
+    if not any(name == purpose for name in profile.settings):
+        raise InputError(f"--for is {purpose}; {named} holds {', '.join(profile.settings)}")
+    source = EngineSource(
         target=target.name,
-        profile=profile,
-        profile_name=profile_name or profile.name,
-        purpose=purpose,
-        knobs=setting.knobs,
+        profile_name=named,
+        knobs=next(held.knobs for name, held in profile.settings.items() if name == purpose),
         model=model_to_serve(profile.model, model),
+        profile=profile,
+        setting=purpose,
         model_given=model is not None,
     )
-    entries = tuple(_apply(ours, row, source) for ours, row in target.rows())
+    return _export(target, source, target.rows(), allow_lossy)
+
+
+def _export(target: ExportTarget, source: S, rows: Rows[S], allow_lossy: bool) -> Export:
+    entries = tuple(_apply(source, rows))
     _refuse_losses(target, entries, allow_lossy)
-    made = Export(target, source, entries, tuple(_warnings(source)))
+    warnings = tuple(one_line(text) for text in source.warnings(target.title))
+    made = Export(target, source, entries, warnings)
     for constraint in target.constraints:
         if complaint := constraint(made.written):
             raise InputError(f"{target.title} would refuse this: {complaint}")
@@ -162,19 +189,20 @@ def _named(field: str, name: str) -> str:
     return name
 
 
-def _apply(ours: Ours, row: Row, source: Source) -> Entry:
-    harmless = row.harmless(source)
-    fit = Fit.EXACT if row.exact(source) else row.fit
-    return Entry(
-        name=ours.name,
-        value=ours.value(source),
-        source=ours.shown(source),
-        doc=ours.doc,
-        fit=fit,
-        written=row.write(source),
-        lossy=fit is not Fit.EXACT and not harmless,
-        note=note_of(fit, row.said, harmless, row.about(source)),
-    )
+def _apply(source: S, rows: Rows[S]) -> Iterator[Entry]:
+    for ours, row in rows:
+        harmless = row.harmless(source)
+        fit = Fit.EXACT if row.exact(source) else row.fit
+        yield Entry(
+            name=ours.name,
+            value=ours.value(source),
+            source=ours.shown(source),
+            doc=ours.doc,
+            fit=fit,
+            written=row.write(source),
+            lossy=fit is not Fit.EXACT and not harmless,
+            note=note_of(fit, row.said, harmless, row.about(source)),
+        )
 
 
 def _row(entry: Entry) -> dict[str, Any]:
@@ -195,27 +223,8 @@ def _refuse_losses(target: ExportTarget, entries: tuple[Entry, ...], allow_lossy
         raise InputError(f"{' and '.join(lost)} {have} no counterpart in {target.title}; --allow-lossy drops {drops}")
 
 
-def _warnings(source: Source) -> list[str]:
-    found = []
-    profile = source.profile
-    if profile.machine.kind == "cpu":
-        found.append(
-            f"measured on a CPU ({profile.machine.cpu}): these settings speak of that CPU; for a GPU, profile on the GPU"
-        )
-    if source.model_given and source.model != profile.model.name:
-        found.append(
-            f"measured with model {profile.model.name}, exported for {source.model}: its steps take another time"
-        )
-    if source.model is None:
-        found.append(
-            f"measured with {profile.model.name}, random weights of a shape that nobody has published: put your model in place "
-            "of MODEL, whose steps take another time (or name it here: --model DIRECTORY or HUB_ID)"
-        )
-    if profile.status == "stopped":
-        found.append("the profiling run was stopped before its end")
-    if not profile.slo_met:
-        found.append(f"the SLO {profile.slo} was not met when this was measured")
-    return [one_line(text) for text in found]
+def _spelled(key: str) -> str:
+    return key.replace("_", "-")
 
 
 def _is_export(path: Path) -> bool:

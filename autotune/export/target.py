@@ -1,7 +1,8 @@
-"""What an export target is: one table from our knobs and facts to its keys, each row with how well it fits.
+"""What an export target is: tables from our knobs and facts to its keys, each row with how well it fits.
 
-A target is data. Adding one is a module with two tables (see :mod:`autotune.export.vllm`) and a line in
-:data:`autotune.export.TARGETS`; everything else, from refusing what would be lost to the comments in the file, is derived.
+A target is data. Adding one is a module with its tables (see :mod:`autotune.export.vllm`) and a line in
+:data:`autotune.export.targets.TARGETS`; everything else, from refusing what would be lost to the comments in the file, is
+derived.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any, Generic, TypeVar
 
-from autotune.profile import Profile
-from runtime.knobs import Knobs
+from autotune.export.source import CallableSource, EngineSource, Source
+from runtime.knobs import KNOBS, Knobs
 
 Value = bool | int | float | str
 Written = Mapping[str, Value]
+"""Their keys and values. A key with a dot is one of a section: ``kv_cache_config.max_tokens``."""
+
+S = TypeVar("S", bound=Source)
+S_contra = TypeVar("S_contra", bound=Source, contravariant=True)
 
 
 class Fit(StrEnum):
@@ -25,32 +31,6 @@ class Fit(StrEnum):
     UNSUPPORTED = "unsupported"
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What is exported to ``target``: one setting of a profile, for ``model``. ``model_given``: it was named by the user, and
-    need not be the one that was measured; None: the profile is of a shape that nobody has published, and the user names a model
-    later.
-    """
-
-    target: str
-    profile: Profile
-    profile_name: str
-    purpose: str
-    knobs: Knobs
-    model: str | None
-    model_given: bool
-
-    @property
-    def measured_there(self) -> bool:
-        """Whether the engine that was measured is the one that it is exported to."""
-        return self.profile.engine.name == self.target
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens (prompt + output) of a request that the measured engine accepted: one must fit the KV pool alone."""
-        return min(self.profile.model.max_model_len, self.profile.engine.kv_pool.tokens)
-
-
 def number(value: Value) -> str:
     """A value for people: 5, not 5.0; on, not True."""
     if isinstance(value, bool):
@@ -59,31 +39,31 @@ def number(value: Value) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class Ours(Generic[S_contra]):
     """A knob or a fact that every target must have a row for. ``value`` reads it."""
 
     name: str
     unit: str
     doc: str
-    value: Callable[[Source], Value]
+    value: Callable[[S_contra], Value]
 
-    def shown(self, source: Source) -> str:
+    def shown(self, source: S_contra) -> str:
         """``name value unit`` for people."""
         return f"{self.name} {number(self.value(source))} {self.unit}".rstrip()
 
 
-def ours_of(knobs: type[Knobs]) -> Mapping[str, Ours]:
+def ours_of(knobs: type[Knobs]) -> Mapping[str, Ours[Source]]:
     """A row for each field of ``Knobs``."""
     return {f.name: _knob(f.name, f.metadata["unit"], f.metadata["doc"]) for f in fields(knobs)}
 
 
-def _knob(name: str, unit: str, doc: str) -> Ours:
+def _knob(name: str, unit: str, doc: str) -> Ours[Source]:
     return Ours(name, unit, doc, lambda source: getattr(source.knobs, name))
 
 
 KNOB_ROWS = ours_of(Knobs)
 
-FACT_ROWS: Mapping[str, Ours] = {
+FACT_ROWS: Mapping[str, Ours[EngineSource]] = {
     fact.name: fact
     for fact in (
         Ours("model", "", "what to serve", lambda s: s.model or "not named"),
@@ -96,21 +76,30 @@ FACT_ROWS: Mapping[str, Ours] = {
 }
 """What an engine is started with besides the knobs."""
 
+CALL_ROWS: Mapping[str, Ours[CallableSource]] = {
+    "replicas": Ours("replicas", "", "workers that call the function at a time", lambda s: s.profile.replicas),
+    "max_batch_size": Ours("max_batch_size", "items", "most items in one call", lambda s: s.knobs.max_batch_size),
+    "max_wait_ms": Ours("max_wait_ms", "ms", "longest wait for a call to fill", lambda s: s.knobs.max_wait_ms),
+    "token_budget": Ours("token_budget", "", "most cost in one call", lambda s: s.knobs.token_budget),
+}
+"""What a batcher is given: a row for each of the knobs that mean something to it, and its workers."""
+assert {*CALL_ROWS} - {"replicas"} == {spec.name for spec in KNOBS if spec.batcher}
 
-def _nothing(source: Source) -> Written:
+
+def _nothing(source: Any) -> Written:
     return {}
 
 
-def _never(source: Source) -> str:
+def _never(source: Any) -> str:
     return ""
 
 
-def _no(source: Source) -> bool:
+def _no(source: Any) -> bool:
     return False
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Generic[S_contra]):
     """Where one knob or fact goes.
 
     ``keys``: theirs, all that ``write`` may return; ``write`` converts to their units. ``said``: the difference
@@ -121,11 +110,11 @@ class Row:
 
     fit: Fit
     keys: tuple[str, ...] = ()
-    write: Callable[[Source], Written] = _nothing
+    write: Callable[[S_contra], Written] = _nothing
     said: str = ""
-    harmless: Callable[[Source], str] = _never
-    about: Callable[[Source], str] = _never
-    exact: Callable[[Source], bool] = _no
+    harmless: Callable[[S_contra], str] = _never
+    about: Callable[[S_contra], str] = _never
+    exact: Callable[[S_contra], bool] = _no
 
     def __post_init__(self) -> None:
         if (self.fit is Fit.EXACT) == bool(self.said):
@@ -139,14 +128,16 @@ class Row:
 Constraint = Callable[[Written], str]
 """What the target itself refuses: its complaint about the settings, or ""."""
 
+Rows = list[tuple[Ours[S], Row[S]]]
+
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """An engine to export to.
+    """A system to export to.
 
-    ``version``: the one the table was held against. ``filename``: what the file is called unless the user says;
-    ``suffixes``: those the engine reads. ``render``: (header lines, entries) → the file's text. ``command``: (model, path)
-    → how to start the engine with it.
+    ``version``: the one the tables were held against. ``filename``: what the file is called unless the user says;
+    ``suffixes``: those it reads. ``knobs`` and ``facts`` are of a language model's profile, ``calls`` of a callable's; None: it
+    batches no calls. ``render``: (header lines, entries) → the file's text. ``command``: (model, path) → how to start it.
     """
 
     name: str
@@ -154,21 +145,29 @@ class ExportTarget:
     version: str
     filename: str
     suffixes: tuple[str, ...]
-    knobs: Mapping[str, Row]
-    facts: Mapping[str, Row]
+    knobs: Mapping[str, Row[EngineSource]]
+    facts: Mapping[str, Row[EngineSource]]
     constraints: tuple[Constraint, ...]
     render: Callable[[list[str], list[Entry]], str]
     command: Callable[[str | None, str], str]
+    calls: Mapping[str, Row[CallableSource]] | None = None
 
-    def rows(self) -> list[tuple[Ours, Row]]:
-        """Every row with what it is of, facts about the model first. Raises ``ValueError`` when one is missing or extra."""
-        found = []
-        for ours, rows, what in ((FACT_ROWS, self.facts, "fact"), (KNOB_ROWS, self.knobs, "knob")):
-            if {*ours} != {*rows}:
-                odd = ", ".join(sorted({*ours} ^ {*rows}))
-                raise ValueError(f"the table of {self.title} and the {what}s differ in {odd}")
-            found += [(ours[name], rows[name]) for name in ours]
-        return found
+    def rows(self) -> Rows[EngineSource]:
+        """Every row of a language model's profile with what it is of, facts about the model first.
+
+        Raises ``ValueError`` when one is missing or extra.
+        """
+        return self._complete(FACT_ROWS, self.facts, "fact") + self._complete(KNOB_ROWS, self.knobs, "knob")
+
+    def call_rows(self) -> Rows[CallableSource]:
+        """The same of a callable's profile."""
+        return self._complete(CALL_ROWS, self.calls or {}, "call")
+
+    def _complete(self, ours: Mapping[str, Ours[Any]], rows: Mapping[str, Row[S]], what: str) -> Rows[S]:
+        if {*ours} != {*rows}:
+            odd = ", ".join(sorted({*ours} ^ {*rows}))
+            raise ValueError(f"the table of {self.title} and the {what}s differ in {odd}")
+        return [(ours[name], rows[name]) for name in ours]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ import math
 import shlex
 from typing import NamedTuple
 
-from autotune.export.comments import yaml_file
-from autotune.export.target import ExportTarget, Fit, Row, Source, Written
+from autotune.export.files import yaml_file
+from autotune.export.rows import known_dtype, no_chunk_needed, no_wait
+from autotune.export.source import EngineSource
+from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -22,11 +24,11 @@ GIB = 2**30
 _NGRAM = {"method": "ngram", "prompt_lookup_min": SHORTEST, "prompt_lookup_max": LONGEST}
 
 
-def _sequences(source: Source) -> Written:
+def _sequences(source: EngineSource) -> Written:
     return {"max-num-seqs": min(source.knobs.max_batch_size, source.knobs.token_budget)}
 
 
-def _about_sequences(source: Source) -> str:
+def _about_sequences(source: EngineSource) -> str:
     if source.knobs.max_batch_size <= source.knobs.token_budget:
         return ""
     return (
@@ -35,42 +37,29 @@ def _about_sequences(source: Source) -> str:
     )
 
 
-def _no_chunk_needed(source: Source) -> str:
-    chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.max_model_len
-    if chunk >= budget:
-        return f"it is not below token_budget {budget}, so it cuts nothing and no threshold is needed"
-    if chunk >= longest:
-        return f"no prompt is longer than {longest} tokens, so it cuts nothing and no threshold is needed"
-    return ""
-
-
-def _chunks(source: Source) -> Written:
+def _chunks(source: EngineSource) -> Written:
     written: dict[str, bool | int] = {"enable-chunked-prefill": True}
-    if not _no_chunk_needed(source):
+    if not no_chunk_needed(source):
         written["long-prefill-token-threshold"] = source.knobs.chunk_size
     return written
 
 
-def _no_wait(source: Source) -> str:
-    return "value 0 loses nothing" if source.knobs.max_wait_ms == 0 else ""
-
-
-def _no_drafts(source: Source) -> str:
+def _no_drafts(source: EngineSource) -> str:
     return "value 0 loses nothing: vLLM drafts none unless it is told to" if source.knobs.draft_tokens == 0 else ""
 
 
-def _drafts(source: Source) -> Written:
+def _drafts(source: EngineSource) -> Written:
     count = source.knobs.draft_tokens
     return {"speculative-config": json.dumps(_NGRAM | {"num_speculative_tokens": count})} if count else {}
 
 
-def _about_model(source: Source) -> str:
+def _about_model(source: EngineSource) -> str:
     if source.model is not None:
         return ""
     return f"{source.profile.model.name} is a shape with random weights that nobody has published; name yours in the command"
 
 
-def _about_length(source: Source) -> str:
+def _about_length(source: EngineSource) -> str:
     if source.max_model_len < source.profile.model.max_model_len:
         return f"the model allows {source.profile.model.max_model_len}; the KV pool that was measured held no more"
     return ""
@@ -89,7 +78,7 @@ class Memory(NamedTuple):
         return min(LARGEST_SHARE, math.ceil((self.weights + self.pool) / self.devices * 100) / 100)
 
 
-def _memory(source: Source) -> Memory | None:
+def _memory(source: EngineSource) -> Memory | None:
     """None when the profile cannot tell: it was made on a CPU, or another model is to be served."""
     profile, gpu = source.profile, source.profile.machine.gpu
     if profile.machine.kind != "gpu" or gpu is None or source.model_given:
@@ -98,16 +87,16 @@ def _memory(source: Source) -> Memory | None:
     return Memory(weights, _pool_gib(source), profile.engine.parallelism * gpu.memory_gib)
 
 
-def _pool_gib(source: Source) -> float:
+def _pool_gib(source: EngineSource) -> float:
     return source.profile.engine.kv_pool.tokens * source.profile.model.kv_bytes_per_token / GIB
 
 
-def _on_vllm(source: Source) -> bool:
+def _on_vllm(source: EngineSource) -> bool:
     """Whether the pool is one of vLLM's own, measured with this model."""
     return source.measured_there and not source.model_given
 
 
-def _share(source: Source) -> Written:
+def _share(source: EngineSource) -> Written:
     if _on_vllm(source):
         pool = source.profile.engine.kv_pool
         blocks = pool.blocks + 1  # one of them stands for no block
@@ -119,7 +108,7 @@ def _share(source: Source) -> Written:
     return {} if memory is None else {"gpu-memory-utilization": memory.share}
 
 
-def _about_share(source: Source) -> str:
+def _about_share(source: EngineSource) -> str:
     memory = _memory(source)
     if memory is None or _on_vllm(source):
         return ""
@@ -127,7 +116,7 @@ def _about_share(source: Source) -> str:
     return f"weights {memory.weights:.1f} + KV cache {memory.pool:.1f} of {memory.devices:.1f} GiB{cut}"
 
 
-def _default_share(source: Source) -> str:
+def _default_share(source: EngineSource) -> str:
     """Why the share is left to vLLM."""
     if _memory(source) is not None:
         return ""
@@ -142,7 +131,7 @@ def _default_share(source: Source) -> str:
     )
 
 
-def _prefixes(source: Source) -> Written:
+def _prefixes(source: EngineSource) -> Written:
     # `enable-prefix-caching: false` is dropped without a word by some versions; the negated flag is read by all.
     return {"enable-prefix-caching" if source.profile.engine.prefix_cache else "no-enable-prefix-caching": True}
 
@@ -169,11 +158,6 @@ def _at_least(name: str, value: object, other: str, least: object) -> str:
     return f"{name} is {value}; it must be at least {least} ({other})" if value < least else ""
 
 
-def _known_dtype(written: Written) -> str:
-    dtype = written["dtype"]
-    return "" if dtype in DTYPE_BYTES else f"dtype is {dtype}; it must be one of {', '.join(DTYPE_BYTES)}"
-
-
 VLLM = ExportTarget(
     name="vllm",
     title="vLLM",
@@ -182,7 +166,7 @@ VLLM = ExportTarget(
     suffixes=(".yaml", ".yml"),
     knobs={
         "max_batch_size": Row(Fit.EXACT, ("max-num-seqs",), _sequences, about=_about_sequences),
-        "max_wait_ms": Row(Fit.UNSUPPORTED, said="vLLM has no such setting", harmless=_no_wait),
+        "max_wait_ms": Row(Fit.UNSUPPORTED, said="vLLM has no such setting", harmless=no_wait),
         "token_budget": Row(
             Fit.EXACT, ("max-num-batched-tokens",), lambda s: {"max-num-batched-tokens": s.knobs.token_budget}
         ),
@@ -191,8 +175,8 @@ VLLM = ExportTarget(
             ("enable-chunked-prefill", "long-prefill-token-threshold"),
             _chunks,
             said="vLLM lifts the threshold while a request is the only one there, and its prompt then takes the whole budget",
-            harmless=_no_chunk_needed,
-            exact=lambda s: s.measured_there and bool(_no_chunk_needed(s)),
+            harmless=no_chunk_needed,
+            exact=lambda s: s.measured_there and bool(no_chunk_needed(s)),
         ),
         "draft_tokens": Row(
             Fit.APPROXIMATE,
@@ -226,7 +210,7 @@ VLLM = ExportTarget(
             Fit.EXACT, ("tensor-parallel-size",), lambda s: {"tensor-parallel-size": s.profile.engine.parallelism}
         ),
     },
-    constraints=(_enough_tokens, _whole_prompts, _threshold_in_reach, _known_dtype),
+    constraints=(_enough_tokens, _whole_prompts, _threshold_in_reach, known_dtype),
     render=yaml_file,
     command=lambda model, path: (
         f"vllm serve {'MODEL' if model is None else shlex.quote(model)} --config {shlex.quote(path)}"

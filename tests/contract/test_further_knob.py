@@ -8,7 +8,7 @@ first because a test fails until it is:
 1. ``runtime/knobs.py``: the field, with all there is to say of it, and its ceiling
 2. ``runtime/llm/scheduler.py``: what it does
 3. ``tests/contract/test_every_knob.py``: a value that binds, and what a step then says of itself
-4. ``autotune/export/vllm.py``: where it goes, or why it goes nowhere
+4. ``autotune/export``: a row in each target's table, where it goes or why it goes nowhere
 5. ``README.md``: its row in the table of knobs
 6. the page with the table of knobs that ``tests/unit/test_glossary.py`` reads
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 WRITTEN = {
     "tests/contract/test_every_knob.py::test_the_scheduler_obeys_it": "runtime/llm/scheduler.py",
     "tests/contract/test_every_knob.py::test_nothing_handles_a_knob_that_is_none": "tests/contract/test_every_knob.py",
-    "tests/contract/test_exporters.py::test_it_handles_every_knob_and_every_fact": "autotune/export/vllm.py",
+    "tests/contract/test_exporters.py::test_it_handles_every_knob_and_every_fact": "autotune/export",
     "tests/unit/test_docs.py::test_the_readme_names_every_knob": "README.md",
     "tests/unit/test_glossary.py::test_every_knob_is_described_as_it_is": "the table of knobs",
     "tests/unit/test_glossary.py::test_there_is_no_other_knob": "the table of knobs",

@@ -29,9 +29,9 @@ def test_it_writes_the_file_and_says_what_was_lost(folder: Path, capsys: pytest.
     assert last == "wrote mine.yml    start it with:  vllm serve meta-llama/Llama-3.1-8B --config mine.yml"
     assert [line.split()[0].rstrip(":") for line in reports if line[0] != " "] == [
         "kv_pool",
-        "max_wait_ms",
         "chunk_size",
-    ]
+        "max_wait_ms",
+    ], "losses first"
     assert "max_wait_ms: vLLM has no such setting (value 0 loses nothing)" in reports
     assert max(map(len, reports)) <= 120
     written = yaml.safe_load((folder / "mine.yml").read_text(encoding="utf-8"))
@@ -77,7 +77,13 @@ def test_a_shape_that_nobody_published_is_exported_for_a_model_to_be_named(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("h200-llama8b.yaml", "--to", "triton"), "--to is triton; it must be one of vllm"),
+        (("h200-llama8b.yaml", "--to", "tgi"), "--to is tgi; it must be one of vllm, sglang, tensorrt-llm, triton, ray-serve"),
+        (("h200-llama8b.yaml", "--to", "triton"), "token_budget=256 has no counterpart in Triton's dynamic batcher; "
+         "--allow-lossy drops it"),
+        (("h200-llama8b.yaml", "--to", "triton", "--allow-lossy", "--out", "x.yaml"),
+         "--out: x.yaml must end in .pbtxt, or Triton's dynamic batcher does not read it"),
+        (("h200-llama8b.yaml", "--to", "triton", "--allow-lossy", "--diff", "d.yaml"),
+         "--diff: d.yaml cannot be compared; Triton's dynamic batcher reads .pbtxt, and --diff reads YAML"),
         (("h200-llama8b.yaml",), "missing option '--to'; see autotune export --help"),
         (
             ("h200-llama8b.yaml", "--to", "vllm", "--for", "fun"),

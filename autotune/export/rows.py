@@ -1,0 +1,79 @@
+"""Rows of several targets, and what rows say of a value: why it loses nothing although it has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.export.source import CallableSource, EngineSource, Source
+from autotune.export.target import FACT_ROWS, Fit, Row, Written
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def no_chunk_needed(source: EngineSource) -> str:
+    """Why no prompt would be cut by ``chunk_size``, or ""."""
+    chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.max_model_len
+    if chunk >= budget:
+        return f"it is not below token_budget {budget}, so it cuts nothing and no threshold is needed"
+    if chunk >= longest:
+        return f"no prompt is longer than {longest} tokens, so it cuts nothing and no threshold is needed"
+    return ""
+
+
+def no_wait(source: Source) -> str:
+    return "value 0 loses nothing" if source.knobs.max_wait_ms == 0 else ""
+
+
+def no_drafts(source: Source) -> str:
+    return "value 0 loses nothing" if source.knobs.draft_tokens == 0 else ""
+
+
+def no_cost(source: CallableSource) -> str:
+    """Why a bound on the cost of a call never bound, or ""."""
+    costly = source.profile.inputs.cost is not None
+    return (
+        ""
+        if costly or source.knobs.token_budget < source.knobs.max_batch_size
+        else "every input costs 1, so it cuts nothing"
+    )
+
+
+def pool_elsewhere(source: EngineSource) -> str:
+    """Why the size of the KV cache is left to the target, or ""."""
+    if source.profile.machine.kind != "gpu":
+        return "left to its default: the pool was measured in a CPU's memory, which says nothing about a GPU's"
+    if source.model_given:
+        return f"left to its default: the pool was measured beside {source.profile.model.name}, not beside this model"
+    return ""
+
+
+def known_dtype(written: Written) -> str:
+    """A constraint: a dtype that all of them take."""
+    dtype = written["dtype"]
+    return "" if dtype in DTYPES else f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}"
+
+
+FACTS_OF_THE_MODEL: Mapping[str, Row[EngineSource]] = dict.fromkeys(
+    FACT_ROWS,
+    Row(
+        Fit.UNSUPPORTED,
+        said="it belongs to the model behind the batcher",
+        harmless=lambda source: "nothing to set here",
+    ),
+)
+"""Of a batcher, which has no say in what runs behind it."""
+
+
+def batches_calls(name: str) -> str:
+    return f"a batch of {name}'s runs to its end; where it was measured, sequences join and leave at every step"
+
+
+def as_calls(batch: Row[Source], wait: Row[Source], name: str) -> Mapping[str, Row[EngineSource]]:
+    """The knobs of a language model's profile for a batcher of whole calls, which knows of no tokens."""
+    return {
+        "max_batch_size": batch,
+        "max_wait_ms": wait,
+        "token_budget": Row(Fit.UNSUPPORTED, said=f"{name} counts requests, not tokens"),
+        "chunk_size": Row(Fit.UNSUPPORTED, said=f"{name} cuts no prompts", harmless=no_chunk_needed),
+        "draft_tokens": Row(Fit.UNSUPPORTED, said=f"{name} drafts nothing", harmless=no_drafts),
+    }

@@ -1,0 +1,100 @@
+"""SGLang: a flat YAML for ``python -m sglang.launch_server --config``.
+
+Keys and rules are read from the source of its 0.5.23: ``srt/arg_groups/fields``, ``srt/managers/scheduler.py`` and
+``schedule_policy.py``. With ``enable-mixed-chunk`` it takes the running sequences out of ``chunked-prefill-size`` before prompts
+get the rest: that is a token budget. Nothing bounds one prompt's part of it, and nothing waits for more prompts.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from autotune.export.files import yaml_file
+from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, pool_elsewhere
+from autotune.export.source import EngineSource
+from autotune.export.target import ExportTarget, Fit, Row, Written
+
+
+def _budget(source: EngineSource) -> Written:
+    tokens = source.knobs.token_budget
+    return {
+        "chunked-prefill-size": tokens,
+        "max-prefill-tokens": tokens,  # its default of 16,384 would bind below a larger one
+        "enable-mixed-chunk": source.knobs.draft_tokens == 0,
+    }
+
+
+def _about_budget(source: EngineSource) -> str:
+    if source.knobs.draft_tokens == 0:
+        return ""
+    return "while it drafts, SGLang runs prompts and decodes in steps of their own, and the budget is that of prompts"
+
+
+def _drafts(source: EngineSource) -> Written:
+    if not source.knobs.draft_tokens:
+        return {}
+    return {
+        "speculative-algorithm": "NGRAM",
+        "speculative-num-draft-tokens": source.knobs.draft_tokens + 1,  # it counts the token they follow
+        "speculative-ngram-max-bfs-breadth": 1,  # one continuation, not a tree of them
+    }
+
+
+def _pool(source: EngineSource) -> Written:
+    return {} if pool_elsewhere(source) else {"max-total-tokens": source.profile.engine.kv_pool.tokens}
+
+
+SGLANG = ExportTarget(
+    name="sglang",
+    title="SGLang",
+    version="0.5.23",
+    filename="sglang.yaml",
+    suffixes=(".yaml", ".yml"),
+    knobs={
+        "max_batch_size": Row(
+            Fit.EXACT, ("max-running-requests",), lambda s: {"max-running-requests": s.knobs.max_batch_size}
+        ),
+        "max_wait_ms": Row(Fit.UNSUPPORTED, said="SGLang has no such setting", harmless=no_wait),
+        "token_budget": Row(
+            Fit.APPROXIMATE,
+            ("chunked-prefill-size", "max-prefill-tokens", "enable-mixed-chunk"),
+            _budget,
+            said="SGLang counts a prompt's tokens in whole pages of its KV cache, and does not mix prompts with decodes while a "
+            "request wants log-probabilities",
+            about=_about_budget,
+        ),
+        "chunk_size": Row(
+            Fit.UNSUPPORTED,
+            said="SGLang bounds the prompt tokens of a step, not those of one prompt in it",
+            harmless=no_chunk_needed,
+        ),
+        "draft_tokens": Row(
+            Fit.APPROXIMATE,
+            ("speculative-algorithm", "speculative-num-draft-tokens", "speculative-ngram-max-bfs-breadth"),
+            _drafts,
+            said="SGLang drafts for every sequence from what all of them have said",
+            harmless=no_drafts,
+        ),
+    },
+    facts={
+        "model": Row(Fit.EXACT, ("model-path",), lambda s: {} if s.model is None else {"model-path": s.model}),
+        "max_model_len": Row(Fit.EXACT, ("context-length",), lambda s: {"context-length": s.max_model_len}),
+        "dtype": Row(Fit.EXACT, ("dtype",), lambda s: {"dtype": s.profile.model.dtype}),
+        "kv_pool": Row(
+            Fit.APPROXIMATE,
+            ("max-total-tokens",),
+            _pool,
+            said="SGLang takes fewer where its share of memory (mem-fraction-static) holds no more",
+            harmless=pool_elsewhere,
+        ),
+        "prefix_cache": Row(
+            Fit.EXACT, ("disable-radix-cache",), lambda s: {"disable-radix-cache": not s.profile.engine.prefix_cache}
+        ),
+        "parallelism": Row(Fit.EXACT, ("tp-size",), lambda s: {"tp-size": s.profile.engine.parallelism}),
+    },
+    constraints=(known_dtype,),
+    render=yaml_file,
+    command=lambda model, path: (
+        f"python -m sglang.launch_server{' --model-path MODEL' if model is None else ''} --config {shlex.quote(path)}"
+    ),
+)

@@ -1,0 +1,233 @@
+"""What is exported: a setting of a language model's profile, or that of a callable's, with what there is to say of where it was
+measured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autotune.engines.named import ours
+from autotune.profile import Machine, Point, Profile, Software
+from autotune.profile.callable import CallablePoint, CallableProfile
+from autotune.profile.fingerprint import describe
+from runtime.knobs import Knobs
+
+_AS_THEN = "The settings are those that it had then: EXACT, but where a note says approximate."
+_A_START = "The settings are a place to start from there; what they give there is to be measured there."
+
+
+@dataclass(frozen=True, slots=True)
+class Source(ABC):
+    """A setting of the profile ``profile_name``, exported to ``target``. ``model``: what to serve there, None when it is not
+    known."""
+
+    target: str
+    profile_name: str
+    knobs: Knobs
+    model: str | None
+
+    @property
+    @abstractmethod
+    def purpose(self) -> str:
+        """Which of the profile's settings it is."""
+
+    @property
+    @abstractmethod
+    def measured_on(self) -> str:
+        """The engine that was measured, with its version."""
+
+    @property
+    def measured_there(self) -> bool:
+        """Whether the engine that was measured is the one that it is exported to."""
+        return False
+
+    @abstractmethod
+    def origin(self, title: str) -> str:
+        """On whose engine the figures were measured, and what follows from that for the target with that ``title``."""
+
+    @abstractmethod
+    def facts(self) -> Mapping[str, str]:
+        """Where the setting comes from, by what each line is about."""
+
+    @abstractmethod
+    def warnings(self, title: str) -> Iterator[str]:
+        """What to know before relying on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSource(Source):
+    """One setting of a language model's profile.
+
+    ``model_given``: the model was named by the user, and need not be the one that was measured; ``model`` None: the profile is of
+    a shape that nobody has published, and the user names a model later.
+    """
+
+    profile: Profile
+    setting: str
+    model_given: bool
+
+    @property
+    def purpose(self) -> str:
+        return self.setting
+
+    @property
+    def measured_on(self) -> str:
+        return str(self.profile.engine)
+
+    @property
+    def measured_there(self) -> bool:
+        return self.profile.engine.name == self.target
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens (prompt + output) of a request that the measured engine accepted: one must fit the KV pool alone."""
+        return min(self.profile.model.max_model_len, self.profile.engine.kv_pool.tokens)
+
+    def origin(self, title: str) -> str:
+        engine = self.profile.engine
+        if self.measured_there:
+            return f"The figures below were measured on {title} {engine.version}. {_AS_THEN}"
+        whose = f"this project's own engine ({engine})" if ours(engine.name) else str(engine)
+        return f"The figures below were measured on {whose}, not on {title}. {_A_START}"
+
+    def facts(self) -> Mapping[str, str]:
+        p, load = self.profile, self.profile.workload
+        setting = next(held for name, held in p.settings.items() if name == self.setting)
+        weights = ", random weights" if p.model.random_weights else ""
+        used = f" ({p.engine.parallelism} used)" if p.machine.gpu and p.machine.gpu.count > p.engine.parallelism else ""
+        return {
+            "profile": _made(self.profile_name, p),
+            "machine": f"{_of(p.machine, used)}",
+            "software": f"{_versions(p.software)}, transformers {p.software.transformers}",
+            "engine": f"{p.engine}"
+            + (f", started with {', '.join(f'{k}={v}' for k, v in p.engine.options.items())}" if p.engine.options else ""),
+            "model": f"{p.model.name} ({p.model.architecture}, {p.model.parameters / 1e6:.0f}M, {p.model.dtype}{weights})",
+            "workload": f"{load.spec}, lengths × {load.length_scale:g}: prompts {load.mean_prompt:.0f}, outputs "
+            f"{load.mean_output:.0f} tokens on average, {setting.point.offered_rate:.3g} requests/s",
+            "SLO": f"{p.slo} ({p.slo_from})",
+            "setting": f"{self.setting}: {setting.why}",
+            "measured": _measured(setting.point),
+            "verdict": p.verdict,
+        }  # fmt: skip
+
+    def warnings(self, title: str) -> Iterator[str]:
+        profile = self.profile
+        if profile.machine.kind == "cpu":
+            yield _on_a_cpu(profile.machine)
+        if self.model_given and self.model != profile.model.name:
+            yield f"measured with model {profile.model.name}, exported for {self.model}: its steps take another time"
+        if self.model is None:
+            yield (
+                f"measured with {profile.model.name}, random weights of a shape that nobody has published: put your model in "
+                "place of MODEL, whose steps take another time (or name it here: --model DIRECTORY or HUB_ID)"
+            )
+        yield from _doubts(profile)
+
+
+@dataclass(frozen=True, slots=True)
+class CallableSource(Source):
+    """A fixed setting of a batcher, from the profile of a callable: other batchers have no adaptive strategy. ``point``: what was
+    tried with it, None where only the adaptive strategy was."""
+
+    profile: CallableProfile
+    point: CallablePoint | None
+
+    @property
+    def purpose(self) -> str:
+        return "recommended" if self._recommended else "fixed"
+
+    @property
+    def measured_on(self) -> str:
+        return f"autotune {self.profile.software.autotune}"
+
+    @property
+    def _recommended(self) -> bool:
+        return self.profile.strategy == "dynamic" and self.knobs == self.profile.knobs
+
+    def origin(self, title: str) -> str:
+        how = "measured on" if self.point is None or self.point.source == "measured" else "simulated for"
+        return (
+            f"The figures below were {how} this project's own batcher ({self.measured_on}), not on {title}. {_A_START}"
+        )
+
+    def facts(self) -> Mapping[str, str]:
+        p, load = self.profile, self.profile.workload
+        return {
+            "profile": _made(self.profile_name, p),
+            "machine": _of(p.machine),
+            "software": _versions(p.software),
+            "function": f"{p.function}, called with {p.inputs.items} inputs of {p.inputs.file}",
+            "workload": f"{load.spec}, {load.rate:.3g} items/s",
+            "SLO": f"{p.slo} ({p.slo_from})",
+            "setting": f"{self.purpose}: dynamic {self.knobs}",
+            "measured": "not with this strategy" if self.point is None else _tried(self.point),
+            "verdict": p.verdict,
+        }
+
+    def warnings(self, title: str) -> Iterator[str]:
+        profile = self.profile
+        if profile.machine.kind == "cpu":
+            yield _on_a_cpu(profile.machine)
+        if self.point is None:
+            yield f"only the adaptive strategy was tried, whose knobs are ceilings; {title} waits as long as it is allowed to"
+        elif not self._recommended:
+            yield (
+                f"the recommended strategy is adaptive, which {title} does not have: this is the best fixed setting that was "
+                f"{self.point.source}"
+            )
+        yield from _doubts(profile)
+
+
+def callable_source(target: str, profile: CallableProfile, profile_name: str, model: str | None) -> CallableSource:
+    """The recommended setting where it is a fixed one; else the best fixed one that was tried, measured before simulated."""
+    point = profile.points[0]
+    if profile.strategy != "dynamic":
+        fixed = [p for p in profile.points if p.strategy == "dynamic"]
+        if not fixed:
+            return CallableSource(target, profile_name, profile.knobs, model, profile, None)
+        point = max(fixed, key=lambda p: (p.source == "measured", p.goodput))
+    return CallableSource(target, profile_name, point.knobs, model, profile, point)
+
+
+def _made(name: str, profile: Profile | CallableProfile) -> str:
+    stopped = "" if profile.status == "complete" else "; that run was stopped before its end"
+    return f"{name}, made by `{profile.command}` on {profile.created}{stopped}"
+
+
+def _of(machine: Machine, used: str = "") -> str:
+    return f"{describe(machine)}{used} · {machine.cpu} · {machine.os}"
+
+
+def _versions(software: Software) -> str:
+    return f"autotune {software.autotune}, torch {software.torch}"
+
+
+def _measured(point: Point) -> str:
+    times = {"TTFT": point.ttft_p99_ms, "TPOT": point.tpot_p99_ms}
+    return (
+        f"{point.attainment:.1%} of {point.offered} requests met the SLO (95% interval {point.attainment_low:.0%}–"
+        f"{point.attainment_high:.0%}), {point.goodput.mean:.3g} requests/s met it{_tails(times)}"
+    )
+
+
+def _tried(point: CallablePoint) -> str:
+    return (
+        f"{point.attainment:.1%} of {point.offered} items met the SLO (95% interval {point.attainment_low:.0%}–"
+        f"{point.attainment_high:.0%}), {point.goodput:.3g} items/s met it{_tails({'E2E': point.e2e_p99_ms})}"
+    )
+
+
+def _tails(times: Mapping[str, float | None]) -> str:
+    return "".join(f", {name} p99 {ms:.0f} ms" for name, ms in times.items() if ms is not None)
+
+
+def _on_a_cpu(machine: Machine) -> str:
+    return f"measured on a CPU ({machine.cpu}): these settings speak of that CPU; for a GPU, profile on the GPU"
+
+
+def _doubts(profile: Profile | CallableProfile) -> Iterator[str]:
+    if profile.status == "stopped":
+        yield "the profiling run was stopped before its end"
+    if not profile.slo_met:
+        yield f"the SLO {profile.slo} was not met when this was measured"

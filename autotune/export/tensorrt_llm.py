@@ -1,0 +1,93 @@
+"""TensorRT-LLM, with its PyTorch backend: a YAML for ``trtllm-serve MODEL --config``.
+
+Keys and rules are read from its source: ``llmapi/llm_args.py``, ``commands/serve.py`` and ``_torch/pyexecutor``. Its
+``batch_wait_timeout_ms`` looks like ``max_wait_ms`` and is another: the loop that runs the steps sleeps before *every* step until
+``max_batch_size`` new requests are there or the time is up, and sequences that decode wait with it.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from autotune.export.files import yaml_file
+from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, pool_elsewhere
+from autotune.export.source import EngineSource
+from autotune.export.target import ExportTarget, Fit, Row, Written
+from runtime.llm.drafts import LONGEST
+
+
+def _drafts(source: EngineSource) -> Written:
+    if not source.knobs.draft_tokens:
+        return {}
+    return {
+        "speculative_config.decoding_type": "NGram",
+        "speculative_config.max_draft_len": source.knobs.draft_tokens,
+        "speculative_config.max_matching_ngram_size": LONGEST,
+        "disable_overlap_scheduler": True,  # n-grams are looked up on the host, between steps
+    }
+
+
+def _pool(source: EngineSource) -> Written:
+    return {} if pool_elsewhere(source) else {"kv_cache_config.max_tokens": source.profile.engine.kv_pool.tokens}
+
+
+TENSORRT_LLM = ExportTarget(
+    name="tensorrt-llm",
+    title="TensorRT-LLM",
+    version="1",
+    filename="tensorrt-llm.yaml",
+    suffixes=(".yaml", ".yml"),
+    knobs={
+        "max_batch_size": Row(Fit.EXACT, ("max_batch_size",), lambda s: {"max_batch_size": s.knobs.max_batch_size}),
+        "max_wait_ms": Row(
+            Fit.UNSUPPORTED,
+            said="TensorRT-LLM's batch_wait_timeout_ms delays every step, decodes too, until max_batch_size requests came",
+            harmless=no_wait,
+        ),
+        "token_budget": Row(Fit.EXACT, ("max_num_tokens",), lambda s: {"max_num_tokens": s.knobs.token_budget}),
+        "chunk_size": Row(
+            Fit.APPROXIMATE,
+            ("enable_chunked_prefill",),
+            lambda s: {"enable_chunked_prefill": True},
+            said="TensorRT-LLM cuts a prompt where the step's tokens end, and nowhere before",
+            harmless=no_chunk_needed,
+        ),
+        "draft_tokens": Row(
+            Fit.APPROXIMATE,
+            (
+                "speculative_config.decoding_type",
+                "speculative_config.max_draft_len",
+                "speculative_config.max_matching_ngram_size",
+                "disable_overlap_scheduler",
+            ),
+            _drafts,
+            said="TensorRT-LLM drafts for every sequence, also from what others have said, and cannot overlap steps meanwhile",
+            harmless=no_drafts,
+        ),
+    },
+    facts={
+        "model": Row(Fit.EXACT, ("model",), lambda s: {} if s.model is None else {"model": s.model}),
+        "max_model_len": Row(Fit.EXACT, ("max_seq_len",), lambda s: {"max_seq_len": s.max_model_len}),
+        "dtype": Row(Fit.EXACT, ("dtype",), lambda s: {"dtype": s.profile.model.dtype}),
+        "kv_pool": Row(
+            Fit.APPROXIMATE,
+            ("kv_cache_config.max_tokens",),
+            _pool,
+            said="TensorRT-LLM takes fewer where its share of free memory (free_gpu_memory_fraction) holds no more",
+            harmless=pool_elsewhere,
+        ),
+        "prefix_cache": Row(
+            Fit.EXACT,
+            ("kv_cache_config.enable_block_reuse",),
+            lambda s: {"kv_cache_config.enable_block_reuse": s.profile.engine.prefix_cache},
+        ),
+        "parallelism": Row(
+            Fit.EXACT, ("tensor_parallel_size",), lambda s: {"tensor_parallel_size": s.profile.engine.parallelism}
+        ),
+    },
+    constraints=(known_dtype,),
+    render=yaml_file,
+    command=lambda model, path: (
+        f"trtllm-serve {'MODEL' if model is None else shlex.quote(model)} --config {shlex.quote(path)}"
+    ),
+)

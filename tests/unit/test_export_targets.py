@@ -1,0 +1,200 @@
+"""The tables of SGLang, TensorRT-LLM, Triton and Ray Serve, value by value; what a callable's profile becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.cli.main import run
+from autotune.export import TARGETS, Export, export
+from autotune.profile import ModelFacts
+from autotune.profile.callable import BatcherSetting, CallableProfile, save_callable_profile
+from autotune.profile.fingerprint import machine, software
+from autotune.profiling.assemble import assemble, of_callable
+from autotune.profiling.target import OfferedLoad
+from runtime import SLO
+from runtime.errors import InputError
+from runtime.knobs import Knobs
+from tests.sample_profile import sample_model, sample_profile
+from tests.unit.callable_world import Ticking, calibrated, findings, question, simulated, subject
+
+KNOBS = Knobs(max_batch_size=24, max_wait_ms=0, token_budget=192, chunk_size=128)
+
+
+def made(to: str, knobs: Knobs = KNOBS, *, model: str | None = None, **changes: Any) -> Export:
+    return export(sample_profile({"balanced": knobs}, **changes), TARGETS[to], model=model, allow_lossy=True)
+
+
+def export_of(model: ModelFacts, to: str) -> Export:
+    return export(sample_profile(model=model), TARGETS[to], allow_lossy=True)
+
+
+def note(export: Export, name: str) -> str:
+    return next(entry.note for entry in export.entries if entry.name == name)
+
+
+def test_everything_sglang_gets() -> None:
+    export = made("sglang", kv_blocks=8192)
+    assert export.written == {
+        "model-path": "meta-llama/Llama-3.1-8B", "context-length": 131072, "dtype": "bfloat16", "max-total-tokens": 131072,
+        "disable-radix-cache": False, "tp-size": 1, "max-running-requests": 24, "chunked-prefill-size": 192,
+        "max-prefill-tokens": 192, "enable-mixed-chunk": True,
+    }  # fmt: skip
+    assert any(line.startswith("chunk_size 128 tokens is dropped: SGLang bounds") for line in export.reports)
+    assert export.command(Path("x.yaml")) == "python -m sglang.launch_server --config x.yaml"
+    shape = export_of(sample_model(name="tiny"), "sglang")
+    assert shape.command(Path("x.yaml")) == "python -m sglang.launch_server --model-path MODEL --config x.yaml"
+
+
+def test_sglang_does_not_mix_steps_while_it_drafts() -> None:
+    export = made("sglang", KNOBS.with_(draft_tokens=5))
+    assert export.written["enable-mixed-chunk"] is False
+    assert export.written["speculative-algorithm"] == "NGRAM" and export.written["speculative-num-draft-tokens"] == 6
+    assert "the budget is that of prompts" in note(export, "token_budget")
+
+
+def test_everything_tensorrt_llm_gets() -> None:
+    export = made("tensorrt-llm", kv_blocks=8192)
+    assert yaml.safe_load(export.text(Path("x.yaml"))) == {
+        "model": "meta-llama/Llama-3.1-8B", "max_seq_len": 131072, "dtype": "bfloat16", "tensor_parallel_size": 1,
+        "kv_cache_config": {"max_tokens": 131072, "enable_block_reuse": True}, "max_batch_size": 24, "max_num_tokens": 192,
+        "enable_chunked_prefill": True,
+    }  # fmt: skip
+    assert any(line.startswith("chunk_size 128 tokens is approximate: TensorRT-LLM cuts") for line in export.reports)
+    assert export.command(Path("x.yaml")) == "trtllm-serve meta-llama/Llama-3.1-8B --config x.yaml"
+
+
+def test_the_window_that_would_hold_back_decodes_is_not_written() -> None:
+    export = made("tensorrt-llm", KNOBS.with_(max_wait_ms=5))
+    assert not any("wait" in key for key in export.written)
+    assert any(
+        line.startswith("max_wait_ms 5 ms is dropped: TensorRT-LLM's batch_wait_timeout_ms") for line in export.reports
+    )
+
+
+def test_drafts_of_tensorrt_llm_are_a_section_and_switch_overlap_off() -> None:
+    written = yaml.safe_load(made("tensorrt-llm", KNOBS.with_(draft_tokens=3)).text(Path("x.yaml")))
+    assert written["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 8}
+    assert written["disable_overlap_scheduler"] is True
+
+
+@pytest.mark.parametrize(
+    ("to", "key"), [("sglang", "max-total-tokens"), ("tensorrt-llm", "kv_cache_config.max_tokens")]
+)
+def test_a_pool_that_says_nothing_there_is_left_out(to: str, key: str) -> None:
+    assert key in made(to).written
+    assert key not in made(to, gpu=False).written and "CPU's memory" in note(made(to, gpu=False), "kv_pool")
+    other = made(to, model="./mine")
+    assert key not in other.written and "measured beside llama-3.1-8b" in note(other, "kv_pool")
+
+
+@pytest.mark.parametrize("to", ["sglang", "tensorrt-llm"])
+def test_a_dtype_that_they_do_not_have_is_refused(to: str) -> None:
+    with pytest.raises(InputError, match="would refuse this: dtype is int8"):
+        export_of(sample_model(dtype="int8"), to)
+
+
+def test_a_diff_finds_keys_in_sections_and_leaves_the_model_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: ./m\nmax_batch_size: 8\nkv_cache_config:\n  enable_block_reuse: true\n  max_tokens: 5\n")
+    changes = made("tensorrt-llm", kv_blocks=8192).changes_to(file)
+    assert changes["kv_cache_config.max_tokens"] == (5, 131072) and changes["max_batch_size"] == (8, 24)
+    assert not {"model", "kv_cache_config.enable_block_reuse"} & {*changes}
+
+
+def test_a_language_models_setting_for_batchers_of_calls() -> None:
+    knobs = Knobs(max_batch_size=24, max_wait_ms=2.5, token_budget=192, chunk_size=192)
+    triton, ray = made("triton", knobs), made("ray-serve", knobs)
+    assert triton.written == {"max_batch_size": 24, "dynamic_batching.max_queue_delay_microseconds": 2500}
+    assert ray.written == {
+        "max_ongoing_requests": 48, "user_config.max_batch_size": 24, "user_config.batch_wait_timeout_s": 0.0025
+    }  # fmt: skip
+    for reports in (triton.reports, ray.reports):
+        assert any(line.startswith("max_batch_size 24 sequences is approximate: a batch of") for line in reports)
+        assert any(line.startswith("token_budget 192 tokens is dropped") for line in reports)
+        assert any(line.startswith("model, max_model_len, dtype, kv_pool") for line in reports), "on one line"
+
+
+DYNAMIC = BatcherSetting("dynamic", Knobs(max_batch_size=8, max_wait_ms=4, token_budget=8, chunk_size=8))
+SLOWER = BatcherSetting("dynamic", Knobs(max_batch_size=1, max_wait_ms=0, token_budget=1, chunk_size=1))
+ADAPTIVE = BatcherSetting("adaptive", Knobs(max_batch_size=32, max_wait_ms=20, token_budget=32, chunk_size=32))
+
+
+def profile_of(*settings: BatcherSetting, **changes: Any) -> CallableProfile:
+    """A callable's profile that recommends the first of ``settings``, all of them simulated."""
+    ticking, slo = Ticking(0.020, 0.002), SLO(e2e_ms=400)
+    of = subject(ticking)
+    cost, load = calibrated(ticking, of), OfferedLoad(200.0, 1, 5.0, 1.0)
+    runs = [simulated(s, cost, [1], load, slo) for s in settings]
+    found = findings(cost, slo, 200.0, runs, capacity=380.0, capacity_size=32)
+    found.stopped = True
+    profile = assemble(
+        CallableProfile, found, of_callable(found, question(slo, 200.0, 60.0), of), name="embed", command="autotune profile",
+        machine=machine(), software=software(),
+    )  # fmt: skip
+    order = [next(p for p in profile.points if p.setting == s) for s in settings]
+    first = settings[0]
+    return profile.model_copy(
+        update={"points": tuple(order), "strategy": first.strategy, "knobs": first.knobs, "status": "complete"}
+        | changes
+    )
+
+
+@pytest.mark.parametrize("to", ["triton", "ray-serve"])
+def test_the_best_fixed_setting_of_a_callable_is_taken_where_the_recommended_one_is_adaptive(to: str) -> None:
+    made = export(profile_of(ADAPTIVE, SLOWER, DYNAMIC), TARGETS[to])
+    assert made.source.knobs == DYNAMIC.knobs
+    assert any("the recommended strategy is adaptive" in line and "simulated" in line for line in made.reports)
+    recommended = export(profile_of(DYNAMIC, SLOWER), TARGETS[to])
+    assert recommended.source.knobs == DYNAMIC.knobs and recommended.source.purpose == "recommended"
+    assert not any("adaptive" in line for line in recommended.reports)
+    slower = export(profile_of(SLOWER, DYNAMIC), TARGETS[to])
+    assert slower.source.knobs == SLOWER.knobs, "the one that was recommended, for whatever reason"
+    ceilings = export(profile_of(ADAPTIVE), TARGETS[to])
+    assert ceilings.source.knobs == ADAPTIVE.knobs and any("ceilings" in line for line in ceilings.reports)
+
+
+def test_everything_a_callable_is_given_there() -> None:
+    profile = profile_of(DYNAMIC, replicas=2)
+    assert export(profile, TARGETS["triton"]).written == {
+        "instance_group.count": 2, "max_batch_size": 8, "dynamic_batching.max_queue_delay_microseconds": 4000
+    }  # fmt: skip
+    assert export(profile, TARGETS["ray-serve"]).written == {
+        "num_replicas": 2, "max_ongoing_requests": 16, "user_config.max_batch_size": 8, "user_config.batch_wait_timeout_s": 0.004
+    }  # fmt: skip
+    text = " ".join(export(profile, TARGETS["triton"]).text(Path("config.pbtxt")).replace("\n# ", " ").split())
+    assert "simulated for this project's own batcher" in text and profile.function in text
+
+
+@pytest.mark.parametrize("to", ["triton", "ray-serve"])
+def test_a_bound_on_the_cost_of_a_call_is_lost_where_inputs_have_costs(to: str) -> None:
+    costly = profile_of(DYNAMIC)
+    costly = costly.model_copy(update={"inputs": costly.inputs.model_copy(update={"cost": "len"})})
+    with pytest.raises(InputError, match="token_budget=8 has no counterpart"):
+        export(costly, TARGETS[to])
+    assert any("token_budget 8 is dropped" in line for line in export(costly, TARGETS[to], allow_lossy=True).reports)
+    assert export(profile_of(DYNAMIC), TARGETS[to])
+
+
+def test_a_callable_by_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_callable_profile(profile_of(DYNAMIC), tmp_path / "embed.yaml")
+    assert run(["export", "embed.yaml", "--to", "triton"]) == 0
+    assert "tritonserver --model-repository REPOSITORY" in capsys.readouterr().out
+    text = (tmp_path / "config.pbtxt").read_text()
+    assert "max_batch_size: 8\n" in text
+    assert "dynamic_batching {\n  max_queue_delay_microseconds: 4000\n}\n" in text
+    for words, says in (
+        (
+            ["--to", "vllm"],
+            "embed.yaml: is the profile of a callable ('m:f'), not of a language model; it goes to triton",
+        ),
+        (["--to", "triton", "--for", "interactive"], "--for is interactive; embed.yaml is the profile of a callable"),
+    ):
+        assert run(["export", "embed.yaml", *words]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {says}")
