@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.bench.comparing import ContenderSummary, Difference, Estimate, PairedComparison, compare
+from autotune.bench.comparing import ContenderSummary, Difference, Estimate, PairedComparison
 from autotune.bench.contenders import Contender, controlled, defaults, fixed, parse_fixed
 from autotune.bench.running import Failure, Outcome, Result, Turn, measure, turns
 
@@ -16,7 +16,6 @@ __all__ = [
     "PairedComparison",
     "Result",
     "Turn",
-    "compare",
     "controlled",
     "defaults",
     "fixed",

@@ -202,11 +202,6 @@ class PairedComparison:
         return min(self._blocks - 1, max(0, int(outcome.due / self.duration * self._blocks)))
 
 
-def compare(results: Sequence[Result], duration: float) -> PairedComparison:
-    """Raises ValueError when there are no results."""
-    return PairedComparison(results, duration)
-
-
 def _weighed(outcomes: Sequence[Outcome]) -> tuple[float, float]:
     """Weight of the requests that met their SLO, and of all."""
     return math.fsum(o.weight * o.met for o in outcomes), math.fsum(o.weight for o in outcomes)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autotune.engines.defaults import VLLM_DEFAULTS
 from autotune.report.tables import turned
-from runtime.errors import InputError
+from runtime.errors import EngineClosedError, InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
@@ -67,7 +67,8 @@ def _rejecting(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
-        engine.set_admission(None)
+        with suppress(EngineClosedError):  # it died, which whoever measures hears of
+            engine.set_admission(None)
 
 
 def defaults(limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:

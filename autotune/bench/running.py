@@ -17,6 +17,7 @@ from autotune.engines import Engine
 from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.measure.score import Score
 from autotune.workload import Workload
+from runtime.errors import AutotuneError, EngineClosedError, InputError
 from runtime.records import RequestRecord
 from runtime.slo import SLO, RequestClass
 
@@ -94,7 +95,12 @@ def measure(
             yield _measure(engine, turn, workload, slo, classes, vocab_size, duration, stop)
         except Interrupted:
             return
-        except EvaluationError as error:
+        except EngineClosedError as error:  # so are all turns that were to come; those before it count
+            yield Failure(turn, str(error))
+            return
+        except InputError:
+            raise
+        except AutotuneError as error:
             yield Failure(turn, str(error))
 
 

@@ -302,7 +302,7 @@ class _Run:
 
 
 def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) -> int:
-    from autotune.bench import compare, plotting
+    from autotune.bench import PairedComparison, plotting
     from autotune.bench.table import show
     from autotune.writing import write_whole
 
@@ -310,7 +310,7 @@ def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) 
     if load is None or not run.results:
         run.console.print("stopped before the first turn was done" if stopped else "nothing could be measured")
         return INTERRUPTED if stopped else FELL_SHORT
-    comparison = compare(run.results, run.duration)
+    comparison = PairedComparison(run.results, run.duration)
     baseline = run.contenders[0]
     show(comparison, load.slo, run.console, baseline=baseline, classes=load.classes)
     if out is not None:

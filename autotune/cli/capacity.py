@@ -89,7 +89,7 @@ def capacity(
     if known:
         console.print()
         shown = list(known.values())
-        top = max(shown, key=lambda one: one.order) if best is None else best.setting
+        top = max(shown, key=lambda one: one.worth) if best is None else best.setting
         console.print(capacity_table(shown, top, requested.price, console.width), soft_wrap=True)
         meeting = Objective(scenario.slo, classes=scenario.classes).shares
         say(

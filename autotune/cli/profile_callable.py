@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import given_options, seconds
+from autotune.cli.options import checked, given_options, seconds
 from runtime.errors import InputError
 from runtime.slo import SLO
 
@@ -190,10 +190,7 @@ def _question(
         raise InputError(f"--rate is {rate:g}; it must be above 0 and at most {MOST_RATE:g} items/s")
     target = None
     if slo is not None:
-        try:
-            target = SLO.parse(slo)
-        except ValueError as error:
-            raise InputError(f"--slo: {error}") from None
+        target = checked("--slo", SLO.parse, slo)
         others = [name for name, ms in target.targets_ms.items() if ms is not None and name != "e2e"]
         if target.e2e_ms is None or others:
             raise InputError(f"--slo is {slo}; the SLO of a callable has e2e alone, such as e2e=200ms@99%")

@@ -149,7 +149,9 @@ def serve(
     if controller is not None:
         if controlled is False or target is None:
             raise InputError(f"--controller is {controller}; it goes with --slo and without --no-control")
-        _check_controller(controller)
+        from autotune.control.controllers.registry import find
+
+        checked("--controller", find, controller)  # now, not when the model has been loaded
     if decisions is not None and (controlled is False or target is None):
         raise InputError(
             f"--decisions is {decisions}, but no controller is attached; it goes with --slo and without --no-control"
@@ -312,16 +314,6 @@ def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> 
     knobs = start.with_(**checked_knobs(given))
     top = {spec.name: max(getattr(limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
     return knobs, KnobLimits(**top)
-
-
-def _check_controller(name: str) -> None:
-    """Raise one line if there is no such controller: now, not when the model has been loaded."""
-    from autotune.control.controllers.registry import find
-
-    try:
-        find(name)
-    except ValueError as error:
-        raise InputError(f"--controller: {error}") from None
 
 
 def _check_log(decisions: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
-from runtime.shared.json_lines import holds_something_else
+from runtime.shared.json_lines import CUT, cut_off, holds_something_else, whole_lines
 
 VERSION = 1
 _IN_MEMORY = 1024  # decisions
@@ -89,6 +89,7 @@ class DecisionLog:
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         if path is not None:
+            self._cut = cut_off(path)
             file = open_to_append(path)
             self._writer = threading.Thread(target=self._write, args=(path, file), name="decision log", daemon=True)
             self._writer.start()
@@ -148,6 +149,8 @@ class DecisionLog:
         """On the writer's thread."""
         try:
             with file or open(path, "a", encoding="utf-8") as out:  # a pipe opens when somebody reads it
+                if self._cut:  # a run was cut off while it wrote
+                    out.write(CUT)
                 while (decision := self._next()) is not None:
                     out.write(decision.as_json() + "\n")
                     if self._queue.empty():
@@ -184,16 +187,14 @@ def open_to_append(path: str | Path) -> TextIO | None:
 def read_decisions(path: str | Path) -> Iterator[Decision]:
     """The decisions of a log file. Raises :class:`InputError` naming the line that cannot be read.
 
-    A last line without a newline is one that was being written when its process died, and is left out.
+    A line that was being written when its process died is left out.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    lines = text.split("\n")
-    for number, line in enumerate(lines[:-1], 1):
-        if line.strip():
-            yield _decision(line, f"{path}: line {number}")
+    for number, line in whole_lines(text):
+        yield _decision(line, f"{path}: line {number}")
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

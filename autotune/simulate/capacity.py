@@ -80,9 +80,9 @@ class SettingCapacity:
         return statistics.fmean(self.rates)
 
     @property
-    def order(self) -> tuple[bool, float]:
-        """The better setting has the higher one."""
-        return self.unbounded, self.rate
+    def worth(self) -> float:
+        """Higher for the better setting."""
+        return math.inf if self.unbounded else self.rate
 
     @property
     def unbounded(self) -> bool:
@@ -124,7 +124,7 @@ def best_so_far(known: Mapping[str, SettingCapacity]) -> Best | None:
     """Of a search that was stopped before it was through with what it is to begin from; None when nothing is known."""
     if not known:
         return None
-    return Best(max(known.values(), key=lambda one: one.order), len(known), whole=False)
+    return Best(max(known.values(), key=lambda one: one.worth), len(known), whole=False)
 
 
 class RateSearch:
@@ -291,10 +291,10 @@ class Search:
 
         def worth(knobs: Knobs, best: float) -> float:
             if knobs in found:
-                return _worth(found[knobs])
+                return found[knobs].worth
             if best == math.inf:
                 return -math.inf
-            top = max(found.values(), key=_worth, default=None)
+            top = max(found.values(), key=lambda one: one.worth, default=None)
             bar = start
             if top is not None:
                 bar = (
@@ -304,7 +304,7 @@ class Search:
                     tried.add(knobs)
                     return -math.inf
             found[knobs] = self.capacity(labels.get(knobs, SEARCHED), knobs, bar, progress)
-            return _worth(found[knobs])
+            return found[knobs].worth
 
         tried: set[Knobs] = set()
         whole = True
@@ -314,7 +314,7 @@ class Search:
             if not found:
                 raise
             whole = False
-        return Best(max(found.values(), key=_worth), len(tried | found.keys()), whole)
+        return Best(max(found.values(), key=lambda one: one.worth), len(tried | found.keys()), whole)
 
     def _holds(self, knobs: Knobs, rate: float, seed: int, progress: Progress) -> tuple[bool, Score | None]:
         score = self.simulate(knobs, rate, seed)
@@ -333,11 +333,6 @@ class Search:
             if not search.held and (score is None or score.steps.mean_running < _ALONE):
                 break
         return SeedCapacity(seed, search.held, search.failed, best, tried, answer)
-
-
-def _worth(capacity: SettingCapacity) -> float:
-    """Higher for the better setting."""
-    return math.inf if capacity.unbounded else capacity.rate
 
 
 def _roundest(low: int, high: int) -> int:

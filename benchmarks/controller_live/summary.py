@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from autotune.bench import Contender, PairedComparison, compare
+from autotune.bench import Contender, PairedComparison
 from autotune.bench.table import show
 from benchmarks.controller_live.figures import Panel
 from benchmarks.live.loads import Case
@@ -47,7 +47,7 @@ def compared(
         against_best, against_vllm = (
             ratio(results, ours, other, duration, seed=2 * index + at) for at, other in enumerate((best, vllm))
         )
-        made = Compared(case, compare(results, duration), best, against_best, against_vllm)
+        made = Compared(case, PairedComparison(results, duration), best, against_best, against_vllm)
         if with_admission:
             baseline = with_admission[0]
             layers = {

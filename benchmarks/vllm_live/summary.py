@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from autotune.bench import Contender, Estimate, PairedComparison, compare
+from autotune.bench import Contender, Estimate, PairedComparison
 from autotune.bench.table import show
 from benchmarks.live.loads import Case
 from benchmarks.live.ratios import Ratio, geometric_mean, interval, number, ratio, words
@@ -47,7 +47,7 @@ def compared(contest: Contest, cases: Sequence[Case], duration: float) -> list[C
             }
             for who in (OURS, KNOBS_ONLY)
         )
-        found.append(Compared(case, compare(results, duration), rivals, mine, knobs))
+        found.append(Compared(case, PairedComparison(results, duration), rivals, mine, knobs))
     return found
 
 

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
+from types import TracebackType
 from typing import Any
 
 from runtime.batching.item import RUNNING, Item
@@ -26,7 +27,24 @@ class ItemFuture(Future[Any]):
 
     item: Item
     _withdraw: Callable[[Item], bool]
+    _raised_at: TracebackType | None = None  # of its exception
     _keeps: Any = None  # the batcher, which ends with the last who knows it, and the object whose method it calls
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        if exception is not None:
+            self._raised_at = exception.__traceback__
+        super().set_exception(exception)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As of every future. All items of a call that failed raise the same exception; whoever asks sees where it was raised,
+        and not who else has asked."""
+        error = self.exception(timeout)
+        if error is None:
+            return super().result()
+        try:
+            raise error.with_traceback(self._raised_at)
+        finally:
+            del self, error  # or this frame, which the exception holds, would hold it
 
     def running(self) -> bool:
         """Whether it is in a call."""

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import aclosing, closing
 from functools import partial
 from traceback import clear_frames
@@ -95,7 +95,7 @@ class Function:
     def _one_each(self, found: Any, count: int) -> Outcomes:
         if type(found) is not list:
             try:
-                if isinstance(found, str | bytes | dict | set):
+                if isinstance(found, str | bytes | Mapping | Set):
                     raise TypeError
                 len(found)
                 found = list(found)

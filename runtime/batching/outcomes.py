@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from runtime.batching.item import ENDED, Call, Ended, Item
 from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
 from runtime.records import FinishReason, RequestRecord
 from runtime.shared.wakeups import Delivery
+
+log = logging.getLogger(__name__)
 
 _PLAIN = {int, float, str, bytes, bool, list, tuple, dict, type(None)}
 
@@ -86,12 +89,16 @@ def hand_out(
 
 
 def _settle(handle: Any, outcome: Any) -> None:
-    if isinstance(outcome, BaseException):
-        handle.set_exception(outcome)
-    elif outcome is SKIP or outcome is END:
-        handle.set_result(handle.outputs)
-    else:
-        handle.set_result(outcome)
+    """What a callback of the client's raises is its own affair: others wait for theirs."""
+    try:
+        if isinstance(outcome, BaseException):
+            handle.set_exception(outcome)
+        elif outcome is SKIP or outcome is END:
+            handle.set_result(handle.outputs)
+        else:
+            handle.set_result(outcome)
+    except BaseException:  # a Future contains Exception itself
+        log.exception("a callback of a future raised")
 
 
 def fail_lost(items: Sequence[Item], error: BaseException, now: float, epoch: int) -> list[RequestRecord]:
@@ -101,7 +108,7 @@ def fail_lost(items: Sequence[Item], error: BaseException, now: float, epoch: in
         for item in items:
             died = StepFailedError(f"item {item.id}: its worker died {item.tries} times: {error!r}")
             died.__cause__ = error if isinstance(error, Exception) else None
-            _handle(item).set_exception(died)
+            _settle(_handle(item), died)
             records.append(item_record(item, FinishReason.ERROR, now, epoch, str(died)))
     return records
 
@@ -117,5 +124,5 @@ def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
         error = StepFailedError(f"item {item.id}: {cause}")
     else:
         error = RequestCancelledError(f"item {item.id}: {cause}")
-    _handle(item).set_exception(error)
+    _settle(_handle(item), error)
     return item_record(item, reason, now, epoch, cause)

@@ -8,6 +8,7 @@ middle of a call is replaced, and the items of that call run once more.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from runtime.batching.invoke import Function
 from runtime.batching.item import ENDED, Ended, Item
 from runtime.batching.outcomes import end_early
 from runtime.clock import Clock
-from runtime.errors import RejectedError
+from runtime.errors import EngineClosedError, RejectedError
 from runtime.records import FinishReason
 from runtime.shared.at_exit import stop_at_exit
 from runtime.shared.expiries import Expiries
@@ -52,6 +53,7 @@ class Pool:
         self.lock = threading.Lock()
         self.listeners = Listeners()
         self.closed = False
+        self.process = os.getpid()
         self.clock = clock
         self._now = clock.now
         self._calls = Calls(core, self.lock, self.listeners, clock.now, self.wake, isolate=isolate, measure=measure)
@@ -89,6 +91,10 @@ class Pool:
     def submit(self, item: Item, *, block: bool = False, patient: bool = False) -> bool:
         """Queue ``item``. Raises :class:`RejectedError`; where the queue is full it waits for room instead (``block``), or
         returns False, and the caller comes again with the same item (``patient``)."""
+        if os.getpid() != self.process:  # its threads stayed there, and one may hold the lock
+            raise EngineClosedError(
+                f"the batcher was made in process {self.process}, before this one was forked; make it here"
+            )
         try:
             with self.lock:
                 return self._take_in(item, block, patient)
@@ -258,7 +264,10 @@ class Pool:
         finally:
             with self.lock:
                 self._alive -= 1
+                last = not self._alive
                 self._timekeeper.look()
+            if last and self._abandoned:  # nobody will close them
+                self._close_functions()
 
     def _break_down(self, error: BaseException) -> None:
         """The strategy or the grouping raised: calls that run end as they will, everything else ends now."""

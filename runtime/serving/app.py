@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,6 +24,8 @@ from runtime.serving.lifecycle import Counted, Lifecycle
 from runtime.serving.metrics import ServingMetrics
 from runtime.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message, Prompt
 from runtime.serving.streaming import EventStream, completed
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LONG_TEXT = 4000  # characters; tokenising more than this would hold up everybody else's tokens
@@ -53,6 +56,7 @@ class Api:
         self.metrics = metrics or ServingMetrics(engine, served_name=self.name, regime=regime)
         self.lifecycle = Lifecycle()
         self._keep = (self.metrics.fold, *keep)
+        self._failing: set[Callable[[], None]] = set()  # of them
         self._created = int(time.time())
         tokenizer = engine.model.tokenizer
         text = TokenText(None if tokenizer is None else tokenizer.decode)
@@ -96,11 +100,11 @@ class Api:
     async def _submit(self, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str) -> list[Stream]:
         """One request for each prompt, or none at all. Their ids begin with that of the answer."""
         streams: list[Stream] = []
+        long = _length_of_texts(prompts) > LONG_TEXT
         try:
             params = body.sampling()
             for index, prompt in enumerate(prompts):
                 request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{index}"
-                long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
 
                 def submit(prompt: Prompt = prompt, request_id: str = request_id) -> Stream:
                     return self.engine.submit(
@@ -126,7 +130,8 @@ class Api:
         options = body.stream_options
         counts = None
         if options.continuous_usage_stats:  # counted while the engine already works on them
-            counts = [await _aside(len(prompt) > LONG_TEXT, lambda p=prompt: self._length(p)) for prompt in prompts]  # type: ignore[misc]  # mypy cannot infer it
+            long = _length_of_texts(prompts) > LONG_TEXT
+            counts = await _aside(long, lambda: [self._length(prompt) for prompt in prompts])
         return Events(shape, begin, closing_usage=options.include_usage, prompt_tokens=counts)
 
     def _length(self, prompt: Prompt) -> int:
@@ -193,8 +198,16 @@ class Api:
             await asyncio.to_thread(self._keep_all)
 
     def _keep_all(self) -> None:
+        """A full disk under one of them must not keep the others from theirs, nor the server from serving."""
         for keep in self._keep:
-            keep()
+            try:
+                keep()
+            except Exception as error:
+                if keep not in self._failing:
+                    log.error("housekeeping fails; the server goes on, and tries again: %r", error)
+                self._failing.add(keep)
+            else:
+                self._failing.discard(keep)
 
 
 def create_app(api: Api) -> FastAPI:
@@ -229,6 +242,11 @@ def create_app(api: Api) -> FastAPI:
     app.add_exception_handler(404, no_such_place)
     app.add_exception_handler(405, no_such_place)
     return app
+
+
+def _length_of_texts(prompts: Sequence[Prompt]) -> int:
+    """Characters that are to be tokenised."""
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
 
 async def _aside(long: bool, work: Callable[[], T]) -> T:

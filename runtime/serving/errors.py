@@ -33,8 +33,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _encodable(message)
+        self.param = None if param is None else _encodable(param)
         self.code = code
         self.retry_after_s = retry_after_s
 
@@ -55,6 +55,11 @@ class ApiError(Exception):
     def event(self) -> bytes:
         """The error as an event of a stream that has already begun."""
         return b"data: " + json.dumps(self.body).encode() + b"\n\n"
+
+
+def _encodable(text: str) -> str:
+    """``text``, in which half of a surrogate pair, such as a client may send, is escaped: UTF-8 has no bytes for it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def bad_input(error: ValueError, fields: Collection[str]) -> ApiError:
@@ -114,4 +119,5 @@ def shown(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = repr(value)
+    text = _encodable(text)  # pydantic cannot take half of a surrogate pair either
     return text if len(text) <= 60 else text[:57] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from runtime.errors import AutotuneError
 from runtime.llm.stream import Completion, Stream
 from runtime.serving.answers import DONE, Events
 from runtime.serving.errors import CLIENT_GONE, ApiError, api_error
+
+log = logging.getLogger(__name__)
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -69,11 +72,13 @@ class EventStream(Response):
         gone.add_done_callback(self._cancel)
         try:
             await self._answer(send)
-        except AutotuneError as error:
-            if self._left:
+        except Exception as error:
+            if self._left and isinstance(error, AutotuneError):
                 return
-            if not self._started:
+            if self._left or not self._started:
                 raise
+            if not isinstance(error, AutotuneError):  # of the engine's own kind are those that a client caused
+                log.exception("a stream failed")
             await self._send(send, api_error(error).event + DONE, more=False)
         finally:
             gone.remove_done_callback(self._cancel)

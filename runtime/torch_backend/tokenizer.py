@@ -46,7 +46,10 @@ class Tokenizer:
             )
         except Exception as error:  # a template may raise anything: it is code that came with the model
             raise InputError(f"messages: the model's chat template rejects them: {error}") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        try:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        except Exception as error:  # such as half of a surrogate pair, which is no text
+            raise InputError(f"messages: cannot be tokenised: {error}") from error
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
+import traceback
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from runtime import Batcher
 from runtime.batching.largest import find_max_batch
-from runtime.errors import StepFailedError
+from runtime.errors import RequestTimeoutError, StepFailedError
 from runtime.records import RequestRecord, StepRecord
 
 
@@ -245,3 +248,80 @@ def test_no_batch_fits() -> None:
         find_max_batch(work, 1, most=0)
     with pytest.raises(ValueError, match="latency_ms is 0"):
         find_max_batch(work, 1, latency_ms=0)
+
+
+def test_whoever_asks_for_a_failed_items_result_sees_only_himself() -> None:
+    def fails(items: list[int]) -> list[int]:
+        raise ValueError("no")
+
+    with Batcher(fails, max_batch_size=50) as b:
+        futures = [b.submit(i) for i in range(50)]
+        depths = []
+        for future in futures * 3:
+            with pytest.raises(ValueError) as caught:
+                future.result(30)
+            depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+            assert any(frame.name == "fails" for frame in traceback.extract_tb(caught.value.__traceback__))
+    assert len({*depths}) == 1
+
+
+def test_a_mapping_is_no_list_of_results_whatever_its_size() -> None:
+    """As tokenizers of transformers return: neither a dict nor a list, of two or three keys."""
+    with Batcher(
+        lambda items: UserDict(input_ids=items, attention_mask=items), max_wait_ms=10_000, max_batch_size=2
+    ) as b:
+        for future in [b.submit(1), b.submit(2)]:
+            with pytest.raises(StepFailedError, match="returned UserDict; it must return a list"):
+                future.result(30)
+
+
+@pytest.mark.parametrize("bad", [SystemExit, KeyboardInterrupt])
+def test_a_callback_that_raises_keeps_nobody_else_waiting(bad: type[BaseException]) -> None:
+    def raises(future: object) -> None:
+        raise bad
+
+    gate = threading.Event()
+
+    def slow(items: list[int]) -> list[int]:
+        assert gate.wait(30)
+        return items
+
+    with Batcher(slow, max_batch_size=3) as b:
+        b.submit(0)
+        futures = [b.submit(i) for i in range(3)]
+        futures[0].add_done_callback(raises)
+        late = b.submit(9, timeout_s=0.01)
+        late.add_done_callback(raises)
+        with pytest.raises(RequestTimeoutError):
+            late.result(30)
+        gate.set()
+        assert [f.result(30) for f in futures] == [0, 1, 2]
+        assert b.submit(7).result(30) == 7
+
+
+FORKS = """
+import os, sys
+from runtime import Batcher, batch
+from runtime.errors import EngineClosedError
+
+@batch
+def double(items):
+    return [2 * item for item in items]
+
+assert double(2) == 4
+child = os.fork()
+if child == 0:
+    try:
+        double.submit(3).result(10)
+    except EngineClosedError as error:
+        assert "before this one was forked" in str(error), error
+        os._exit(0)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert double(4) == 8
+"""
+
+
+def test_a_forked_process_is_told_to_make_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -110,3 +111,20 @@ def test_an_async_function_may_close_its_own_batcher(how: str) -> None:
     assert b.submit(1).result(30) == 1
     b.close()
     assert b.closed and not any(thread.is_alive() for thread in b._pool.threads())
+
+
+def test_a_forgotten_batcher_of_an_async_function_stops_its_loop() -> None:
+    before = set(threading.enumerate())
+
+    async def double(items: list[int]) -> list[int]:
+        return [2 * item for item in items]
+
+    b = Batcher(double)
+    assert b.submit(2).result(30) == 4
+    mine = set(threading.enumerate()) - before
+    assert any(thread.name.endswith("loop") for thread in mine)
+    del b
+    gc.collect()
+    for thread in mine:
+        thread.join(30)
+        assert not thread.is_alive(), thread.name

@@ -20,7 +20,6 @@ from autotune.bench import (
     PairedComparison,
     Result,
     Turn,
-    compare,
     controlled,
     defaults,
     fixed,
@@ -94,6 +93,23 @@ def test_a_failed_turn_is_a_failure_and_the_others_go_on() -> None:
     assert isinstance(found[1], Result) and found[1].turn.contender == TWO
 
 
+def test_an_engine_that_dies_ends_the_turns_and_keeps_those_before() -> None:
+    found: list[Result | Failure] = []
+    with paced() as engine:
+        given = {"vocab_size": 256, "duration": 0.3}
+        for one in measure(engine, turns([ONE, TWO], 2, 0), parse_workload(WORKLOAD), EASY, **given):  # type: ignore[arg-type]
+            found.append(one)
+            if len(found) == 2:
+                engine.close()
+    assert [type(one) for one in found] == [Result, Result, Failure]
+
+
+def test_an_engine_that_dies_while_late_requests_are_rejected_is_said_to_have_died() -> None:
+    with paced() as engine, pytest.raises(ArithmeticError, match="why it died"), ONE.rejecting().at_work(engine, EASY):
+        engine.close()
+        raise ArithmeticError("why it died")
+
+
 def test_stopped_in_the_middle_of_a_turn_keeps_the_whole_ones() -> None:
     with paced() as engine:
         seen: list[Result | Failure] = []
@@ -115,7 +131,7 @@ def world() -> PairedComparison:
     """Two rounds of 40 requests: ONE keeps all but every tenth, TWO all but every second."""
     results = [result(ONE, r, [i % 10 != 9 for i in range(40)]) for r in (0, 1)]
     results += [result(TWO, r, [i % 2 == 0 for i in range(40)]) for r in (0, 1)]
-    return compare(results, 40.0)
+    return PairedComparison(results, 40.0)
 
 
 def test_shares_and_percentiles_are_of_all_requests() -> None:
@@ -140,17 +156,17 @@ def test_a_paired_difference_is_exact_when_every_block_says_the_same() -> None:
 
 def test_a_difference_takes_only_rounds_that_both_have() -> None:
     good, bad = [True] * 40, [False] * 40
-    comparison = compare([result(ONE, 0, good), result(TWO, 0, good), result(ONE, 1, bad)], 40.0)
+    comparison = PairedComparison([result(ONE, 0, good), result(TWO, 0, good), result(ONE, 1, bad)], 40.0)
     found = comparison.difference(ONE, TWO)
     assert found is not None and (found.rounds, found.difference.value) == (1, 0.0)
     assert comparison.summary(ONE).attainment.value == 0.5
-    assert compare([result(ONE, 0, good), result(TWO, 1, good)], 40.0).difference(ONE, TWO) is None
+    assert PairedComparison([result(ONE, 0, good), result(TWO, 1, good)], 40.0).difference(ONE, TWO) is None
 
 
 def test_intervals_follow_the_spread_between_rounds() -> None:
     steady = [result(ONE, r, [i % 2 == 0 for i in range(40)]) for r in range(4)]
     moody = [result(TWO, r, [r % 2 == 0] * 40) for r in range(4)]
-    comparison = compare([*steady, *moody], 40.0)
+    comparison = PairedComparison([*steady, *moody], 40.0)
     one, two = (comparison.summary(c).attainment for c in (ONE, TWO))
     assert one.value == two.value == 0.5
     assert one.high - one.low < 0.2 < 0.6 < two.high - two.low
@@ -158,9 +174,9 @@ def test_intervals_follow_the_spread_between_rounds() -> None:
 
 def test_nothing_measured_is_refused_and_nothing_finished_is_not_a_number() -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
-        compare([], 10.0)
+        PairedComparison([], 10.0)
     none = Result(Turn(ONE, 0, 0, 0), score(), (Outcome(1.0, False, None, None, None),), ())
-    found = compare([none], 10.0).summary(ONE)
+    found = PairedComparison([none], 10.0).summary(ONE)
     assert found.attainment.value == 0 and math.isnan(found.latencies["e2e_ms"][0].value)
     assert found.as_dict()["e2e_ms"]["p50"] == {"value": None, "low": None, "high": None}
 
@@ -188,7 +204,7 @@ def test_the_table_leaves_out_what_finds_no_room_and_cuts_nothing(width: int) ->
 
 def test_a_single_block_has_no_interval() -> None:
     """Every resample of one block is that block: its interval would have no width, and be taken for certainty."""
-    made = compare(
+    made = PairedComparison(
         [result(ONE, 0, [True, False, True, True], 3.0), result(TWO, 0, [True, False, False, True], 3.0)], 3.0
     )
     for contender in (ONE, TWO):
@@ -201,7 +217,7 @@ def test_a_single_block_has_no_interval() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "75.0%" in text and "+25.0" in text and "[" not in text and "One round of 3 s has no intervals" in text
-    assert compare(list(made.results), 8.0).has_intervals
+    assert PairedComparison(list(made.results), 8.0).has_intervals
 
 
 def test_control_is_by_the_controller_that_is_named() -> None:
@@ -218,7 +234,7 @@ def test_control_is_by_the_controller_that_is_named() -> None:
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     with paced() as engine:
         found = run(engine, [controlled(engine.limits), ONE])
-    comparison = compare([r for r in found if isinstance(r, Result)], 0.5)
+    comparison = PairedComparison([r for r in found if isinstance(r, Result)], 0.5)
     made = plotting.render(comparison, EASY, "a <title> & more")
     page = Page(made.decode())
     words = " ".join(page.words)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from autotune.bench import Result, compare, fixed, measure, turns
+from autotune.bench import PairedComparison, Result, fixed, measure, turns
 from autotune.bench.table import show as show_bench
 from autotune.cli.main import run as typed
 from autotune.measure.score import ClassScore, Latency
@@ -241,7 +241,7 @@ def test_a_bench_weighs_requests_and_tells_classes_apart() -> None:
         )
         if isinstance(r, Result)
     ]  # fmt: skip
-    comparison = compare(results, 8.0)
+    comparison = PairedComparison(results, 8.0)
     summary = comparison.summary(one)
     (met, chats), (none, batch) = summary.classes["chat"], summary.classes["batch"]
     assert none == 0 < met <= chats and chats + batch == summary.offered

@@ -150,3 +150,15 @@ def test_all_is_written_when_the_program_ends_without_closing_it(tmp_path: Path,
             program.send_signal(signal.SIGINT)
         program.wait(60)
     assert len(list(read_decisions(path))) == 3000
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_what_follows_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    whole = decision(0).as_json() + "\n"
+    path.write_text(whole + decision(1).as_json()[:40])
+    assert [d.at for d in read_decisions(path)] == [0.0]
+    for number in (2, 3):
+        log = DecisionLog(path)
+        log.add(decision(number))
+        log.join()
+    assert [d.at for d in read_decisions(path)] == [0.0, 2.0, 3.0]

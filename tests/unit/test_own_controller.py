@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -106,6 +107,15 @@ class Silent(StaticController):
         return None  # type: ignore[return-value]
 
 
+class Endless(StaticController):
+    """Its evidence is nothing that a log can hold."""
+
+    name = "endless"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        return super().decide(now, knobs, limits)._replace(evidence={"left": math.inf})
+
+
 class Unsaid(StaticController):
     name = "unsaid"
 
@@ -181,6 +191,7 @@ WRONG = {
     "Idle": "it lacks observe_step, observe_request, budget, which a Controller has",
     "Broken": "; Broken.__init__ raised RuntimeError: no model (test_own_controller.py:",
     "Silent": "failed: TypeError: Silent.decide returned None; it must return a Proposal",
+    "Endless": "failed: TypeError: Endless.decide returned evidence that is no JSON: Out of range float values",
     "Unsaid": "failed: TypeError: Unsaid.budget returned None; it must return a whole number of tokens",
     "Deaf": "the deaf controller failed: Deaf.set_slos raised KeyError: 'chat' (test_own_controller.py:",
     "Nameless": "Nameless.name is None; it must be text that is not empty",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ from runtime.request import Sequence
 from runtime.serving.app import Api, create_app
 from runtime.slo import SLO, RequestClass
 from tests.engines import Bench, bench
-from tests.fakes import EOS, FakeModel, count_up
+from tests.fakes import EOS, ByteTokenizer, FakeModel, count_up
 
 ABC = [97, 98, 99]  # continued by the stand-in with "defgh…"
 
@@ -51,6 +52,30 @@ def events(response: httpx.Response) -> list[Any]:
     assert parts.pop() == "" and parts.pop() == "data: [DONE]"
     assert all(part.startswith("data: {") and "\n" not in part for part in parts)
     return [json.loads(part[6:]) for part in parts]
+
+
+class FragileTokenizer(ByteTokenizer):
+    """Knows no token behind the letter that it is made with, as a vocabulary that is padded."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = list(ids)
+        if any(token > self.last for token in ids):
+            raise IndexError("no such piece")
+        return super().decode(ids)
+
+
+class WatchedTokenizer(ByteTokenizer):
+    """Remembers in which threads it was asked."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode(text)
 
 
 async def test_a_whole_answer() -> None:
@@ -330,3 +355,57 @@ async def test_classes_reach_the_engine_and_others_are_refused() -> None:
         answer = await client.complete(request_class="caht")
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_class"
         assert "'caht'; the classes are chat, default" in answer.json()["error"]["message"]
+
+
+async def test_a_tokenizer_that_fails_in_mid_stream_is_an_event_too() -> None:
+    async with served(model=FakeModel(tokenizer=FragileTokenizer(ord("f")))) as (client, _):
+        answer = await client.complete(stream=True, max_tokens=8)
+    assert answer.status_code == 200
+    *tokens, error = events(answer)
+    assert tokens and error["error"]["code"] == "internal_error" and "no such piece" in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"suffix": "\ud83d"}, "suffix"),
+        ({"stop": ["\ud83d", ""]}, "stop"),
+        ({"\ud83d": 1}, None),
+        ({"prompt": "\ud83d"}, "prompt"),
+    ],
+)
+async def test_half_an_emoji_is_400(body: dict[str, Any], param: str | None) -> None:
+    async with served() as (client, _):
+        content = json.dumps({"prompt": ABC, **body}).encode()  # escaped, as browsers send it
+        answer = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_many_short_texts_are_tokenised_beside_the_event_loop() -> None:
+    tokenizer = WatchedTokenizer()
+    async with served(model=FakeModel(tokenizer=tokenizer, max_model_len=1000)) as (client, _):
+        few = await client.complete(prompt=["abc"] * 3, max_tokens=1)
+        here = {*tokenizer.threads}
+        tokenizer.threads.clear()
+        many = await client.complete(prompt=["a" * 400] * 20, max_tokens=1)
+    assert (few.status_code, many.status_code) == (200, 200)
+    assert here == {threading.get_ident()} and threading.get_ident() not in tokenizer.threads
+
+
+async def test_housekeeping_that_fails_is_tried_again_and_keeps_nobody_else_from_theirs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("runtime.serving.app.HOUSEKEEPING_S", 0.01)
+    calls: list[str] = []
+
+    def full() -> None:
+        calls.append("full")
+        raise OSError(28, "No space left on device")
+
+    with bench() as b:
+        api = Api(b.engine, keep=(full, lambda: calls.append("other")))
+        async with api.lifespan(create_app(api)):
+            while calls.count("other") < 3:
+                await asyncio.sleep(0.01)
+    assert calls.count("full") >= 3
+    assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 1

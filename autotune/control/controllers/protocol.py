@@ -6,6 +6,7 @@ the same decisions, which is what makes a log replayable.
 
 from __future__ import annotations
 
+import json
 import os
 import traceback
 from collections.abc import Mapping
@@ -84,9 +85,17 @@ def check_controller(controller: object) -> None:
 
 
 def checked_proposal(controller: Controller, found: object) -> Proposal:
-    """``found``, which ``decide`` returned, with a regime. Raises ``TypeError`` if it is no :class:`Proposal`."""
+    """``found``, which ``decide`` returned, with a regime.
+
+    Raises ``TypeError`` if it is no :class:`Proposal`, and if its evidence is nothing that a decision log can hold.
+    """
+    who = f"{type(controller).__qualname__}.decide"
     if not isinstance(found, Proposal):
-        raise TypeError(f"{type(controller).__qualname__}.decide returned {found!r}; it must return a Proposal")
+        raise TypeError(f"{who} returned {found!r}; it must return a Proposal")
+    try:
+        json.dumps(found.evidence, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{who} returned evidence that is no JSON: {error}; it is {found.evidence!r}") from None
     return found if found.regime else found._replace(regime=controller.name)
 
 
