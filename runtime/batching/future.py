@@ -31,13 +31,17 @@ class ItemFuture(Future[Any]):
     _keeps: Any = None  # the batcher, which ends with the last who knows it, and the object whose method it calls
 
     def set_exception(self, exception: BaseException | None) -> None:
+        """For the batcher: the item failed with ``exception``."""
         if exception is not None:
             self._raised_at = exception.__traceback__
         super().set_exception(exception)
 
     def result(self, timeout: float | None = None) -> Any:
-        """As of every future. All items of a call that failed raise the same exception; whoever asks sees where it was raised,
-        and not who else has asked."""
+        """What came of the item, after at most ``timeout`` seconds of waiting (None: any time).
+
+        Raises ``TimeoutError`` after that, ``CancelledError``, and what the item failed with. All items of a call that failed raise
+        the same exception; whoever asks sees where it was raised, and not who else has asked.
+        """
         error = self.exception(timeout)
         if error is None:
             return super().result()
