@@ -39,8 +39,8 @@ class ItemFuture(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """What came of the item, after at most ``timeout`` seconds of waiting (None: any time).
 
-        Raises ``TimeoutError`` after that, ``CancelledError``, and what the item failed with. All items of a call that failed raise
-        the same exception; whoever asks sees where it was raised, and not who else has asked.
+        Raises ``TimeoutError`` after that, ``CancelledError``, and what the item failed with. All items of a call that failed
+        raise the same exception; whoever asks sees where it was raised, and not who else has asked.
         """
         error = self.exception(timeout)
         if error is None:
