@@ -174,13 +174,25 @@ def packed_attention(
     if query.shape[2] != step.slots.shape[0] or key.shape[2] != step.slots.shape[0]:
         raise UnsupportedModelError("the model changes the number of tokens before attention")
     layer = step.layer(module, KVLayer((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype))
-    if sliding_window is _ABSENT:  # given as None it means: this layer has none, whatever the module says
-        sliding_window = getattr(module, "sliding_window", None)
-    terms = terms_of(query.shape[-1], scaling, sliding_window, softcap, s_aux)
+    terms = terms_of(query.shape[-1], scaling, window_of(module, sliding_window), softcap, s_aux)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     layer.keys.index_copy_(0, step.slots, k)
     layer.values.index_copy_(0, step.slots, v)
     return step.attend(layer, q, k, v, terms).unsqueeze(0), None
+
+
+def window_of(module: nn.Module, given: Any = _ABSENT) -> Any:
+    """The sliding window of ``module``, an attention layer whose model code hands over ``given``.
+
+    None there means that this layer has none, whatever else says so. A model whose window is in its mask alone hands over
+    nothing: then it is what the config says of all layers.
+    """
+    if given is not _ABSENT:
+        return given
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    config = getattr(module, "config", None)
+    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
 def terms_of(

@@ -24,6 +24,7 @@ from runtime.shared.ceilings import StepLoad
 from runtime.torch_backend.attention import FixedAttention, FixedSteps, PackedModel, StepInputs
 from runtime.torch_backend.backends import Backend, backend_for
 from runtime.torch_backend.contract import Loaded
+from runtime.torch_backend.current_device import made_current, on_its_device
 from runtime.torch_backend.faults import device_error
 from runtime.torch_backend.fused_layer import fuse_layers, prunes
 from runtime.torch_backend.inputs import DecodeRows, Ints, Listed, PackedBatch, chunk_slots, chunk_tokens, listed
@@ -189,40 +190,41 @@ class TorchExecutor:
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
-        backend = backend or backend_for(loaded.device)
-        recorded = max_batch_size is not None and backend.record is not None
-        self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded)
-        self.overlaps = backend.overlaps if overlaps is None else overlaps
-        """Whether a step may be launched while another is in flight, and gains by it."""
-        self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
-        self.timers, self.hook_calls = Timers(), 0  # calls of our attention in the last forward
-        self._clock = clock or MonotonicClock()
-        self._ends = DeviceEnds(self._clock)
-        self._tidy, self._tidy_at = backend.tidy, self._clock.now() + _TIDY_S
-        self._model = PackedModel(loaded.model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
-        self._rows = DecodeRows(block_size, self.pool.pad_block)
-        fuse_norms(loaded.model)
-        fuse_layers(loaded.model, backend.operations)
-        backend.lay_out(loaded.model)
-        self._operations = backend.operations
-        self.attention = backend.attention(self.pool, loaded)
-        self._prunes = self._keeps_logits and prunes(loaded.model)
-        self._chain: StraightModel | None = straight(loaded.model)
-        parts = tuple(loaded.model.modules())
-        self._hooks: list[Any] = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._serial = 0
-        self._tainted: set[int] = set()  # blocks that may hold values that are not finite
-        self._launched: deque[_Launched] = deque()
-        self._penalised: tuple[object, int, bool] = (
-            None,
-            -1,
-            False,
-        )  # of a decode set at a version: whether a row needs its tokens
-        self._resident = self._record(backend, max_batch_size) if max_batch_size is not None else None
-        self._steps: RecordedSteps | None = None
-        if token_budget is not None and max_batch_size is not None and self._resident is not None:
-            self._steps = self._record_steps(backend, token_budget, max_batch_size)
+        with made_current(self.device):
+            backend = backend or backend_for(loaded.device)
+            recorded = max_batch_size is not None and backend.record is not None
+            self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded)
+            self.overlaps = backend.overlaps if overlaps is None else overlaps
+            """Whether a step may be launched while another is in flight, and gains by it."""
+            self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
+            self.timers, self.hook_calls = Timers(), 0  # calls of our attention in the last forward
+            self._clock = clock or MonotonicClock()
+            self._ends = DeviceEnds(self._clock)
+            self._tidy, self._tidy_at = backend.tidy, self._clock.now() + _TIDY_S
+            self._model = PackedModel(loaded.model)
+            self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+            self._rows = DecodeRows(block_size, self.pool.pad_block)
+            fuse_norms(loaded.model)
+            fuse_layers(loaded.model, backend.operations)
+            backend.lay_out(loaded.model)
+            self._operations = backend.operations
+            self.attention = backend.attention(self.pool, loaded)
+            self._prunes = self._keeps_logits and prunes(loaded.model)
+            self._chain: StraightModel | None = straight(loaded.model)
+            parts = tuple(loaded.model.modules())
+            self._hooks: list[Any] = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+            self._serial = 0
+            self._tainted: set[int] = set()  # blocks that may hold values that are not finite
+            self._launched: deque[_Launched] = deque()
+            self._penalised: tuple[object, int, bool] = (
+                None,
+                -1,
+                False,
+            )  # of a decode set at a version: whether a row needs its tokens
+            self._resident = self._record(backend, max_batch_size) if max_batch_size is not None else None
+            self._steps: RecordedSteps | None = None
+            if token_budget is not None and max_batch_size is not None and self._resident is not None:
+                self._steps = self._record_steps(backend, token_budget, max_batch_size)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -258,6 +260,7 @@ class TorchExecutor:
         self.launch(plan)
         return self.collect()
 
+    @on_its_device
     def launch(self, plan: StepPlan) -> None:
         """Queue the forward of ``plan`` and its sampling on the device, without waiting for it. :meth:`collect` tells what went
         wrong here, too; it comes next, or after one more launch if steps overlap."""
@@ -283,6 +286,7 @@ class TorchExecutor:
         blocks = [sequence.blocks for sequence in rows] + [chunk.sequence.blocks for chunk in chunks]
         self._launched.append(_Launched((rows, chunks), plan.step, begun, cause, blocks))
 
+    @on_its_device
     def collect(self) -> StepResult:
         """What the step launched first yields; waits for the device, but not for a step launched since."""
         if not self._launched:
@@ -329,6 +333,7 @@ class TorchExecutor:
         """Forget ``sequence``."""
         sequence.data = None
 
+    @on_its_device
     def logits(self, plan: StepPlan) -> tuple[Tensor, list[Sequence]]:
         """Compute ``plan`` and return logits ``[rows that sample, vocab]`` and whose they are, instead of sampling.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from runtime.torch_backend.attention import StepInputs, Terms, running_step, terms_of
+from runtime.torch_backend.attention import StepInputs, Terms, running_step, terms_of, window_of
 from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import FusedRMSNorm
@@ -177,7 +177,7 @@ def fuse_layers(model: PreTrainedModel, operations: Operations) -> int:
         for at, layer in enumerate(layers):
             if not _fusable(layer, owners):
                 continue
-            last = at == len(layers) - 1 == getattr(model.config, "num_hidden_layers", None) - 1  # type: ignore[operator]
+            last = at == len(layers) - 1 and len(layers) == model.config.get_text_config().num_hidden_layers
             try:
                 candidate = FusedLayer(layer, last)
                 same = _same(candidate, operations)
@@ -289,6 +289,11 @@ def _same(candidate: FusedLayer, operations: Operations) -> bool:
             if any(isinstance(option, Tensor) for option in seen[0].values()):
                 return False
             candidate.terms = _terms(attention, seen[0], candidate.dim)
+            longest = getattr(config, "max_position_embeddings", None) or 0
+            far = positions + max(0, longest - _PROBE_TOKENS)  # a layer may go by positions beside cosines and sines
+            there = inner(x.clone(), attention_mask=None, position_ids=far, position_embeddings=(cos, sin))
+            if not torch.equal(there, expected):
+                return False
             some = torch.tensor([1, 3], device=weight.device)
             found = fused(None, earlier=False), fused(None, earlier=True), fused(some, earlier=False)
     except Exception as error:  # whatever a layer raises that only looks like one of these
@@ -313,7 +318,7 @@ def _same(candidate: FusedLayer, operations: Operations) -> bool:
 
 def _terms(module: nn.Module, options: dict[str, Any], dim: int) -> Terms:
     """What the model code hands to the attention function besides tensors of tokens."""
-    window = options.get("sliding_window", getattr(module, "sliding_window", None))
+    window = window_of(module, options["sliding_window"]) if "sliding_window" in options else window_of(module)
     return terms_of(dim, options.get("scaling"), window, options.get("softcap"), options.get("s_aux"))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,25 @@ from runtime.torch_backend.checks import check_config, check_directory, summary
 from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.presets import PRESETS, build_preset
 from runtime.torch_backend.probe import probe
-from runtime.torch_backend.rope import safe_context
+from runtime.torch_backend.rope import extended_context, safe_context
 from runtime.torch_backend.tokenizer import Tokenizer, byte_tokenizer
 from runtime.tunable import ModelInfo
+
+log = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_PROCESSORS: Mapping[str, Any] = {
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "sequence_bias": None,
+    "guidance_scale": 1.0, "num_beams": 1,
+}  # fmt: skip
+"""Fields of a generation config that change greedy texts, too, and the value of each that changes nothing."""
+_ON_REQUEST = ("repetition_penalty",)
 UNSTATED_CONTEXT = 4096  # tokens, for a model whose config names no length
 _HUB_TIMEOUT_S = 5.0
 
@@ -187,6 +198,8 @@ def _ready(
     text = config.get_text_config()
     context = _context_length(config, name, max_model_len)
     model.eval()
+    for said in unapplied(model.generation_config):
+        log.warning("model %s: its generation_config says %s", name, said)
     found = probe(model, context)
     if found.rope_moved:
         raise UnsupportedModelError(
@@ -259,6 +272,9 @@ def _context_length(config: Any, name: str, requested: int | None) -> int:
     stated = next((value for field in names if isinstance(value := getattr(text, field, None), int)), None)
     if requested is not None and (not isinstance(requested, int) or isinstance(requested, bool) or requested < 1):
         raise InputError(f"max_model_len is {requested!r}; it must be a whole number of at least 1")
+    stretched = extended_context(text)
+    if stated is not None and stretched is not None:
+        stated = max(stated, stretched)
     safe, limited_by = safe_context(text)
     if requested is not None and safe is not None and requested > safe:
         raise UnsupportedModelError(
@@ -270,6 +286,16 @@ def _context_length(config: Any, name: str, requested: int | None) -> int:
         raise InputError(f"max_model_len is {requested}; it must be at most {stated}, the context of {name}")
     limits = [limit for limit in (requested, safe, stated) if limit is not None]
     return min(limits) if limits else UNSTATED_CONTEXT
+
+
+def unapplied(config: Any) -> Iterator[str]:
+    """What ``config``, a model's generation config, has ``generate`` do to every text, and this engine does not do by itself."""
+    for field, neutral in _PROCESSORS.items():
+        value = getattr(config, field, None)
+        if value is not None and value != neutral and value != []:
+            yield f"{field}={value!r}, which " + (
+                "is applied to requests that ask for it" if field in _ON_REQUEST else "this engine does not apply"
+            )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:

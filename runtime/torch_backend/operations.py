@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.torch_backend.kv_pool import LayerKV
+from runtime.torch_backend.norm import rms_norm
 
 
 class HeadNorm(NamedTuple):
@@ -29,7 +30,7 @@ class Operations:
 
     def norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x²) + eps) · scale`` over the last dimension of ``x [tokens, hidden]``, which stays as it is."""
-        return F.rms_norm(x, scale.shape, scale, eps)
+        return rms_norm(x, scale, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The norm of ``x + residual`` and the sum, each ``[tokens, hidden]``."""

@@ -45,6 +45,21 @@ def safe_context(config: Any) -> tuple[int | None, str]:
     return limit, limited_by
 
 
+def extended_context(config: Any) -> int | None:
+    """Tokens of context that YaRN stretches the model's to (Peng et al. 2023); None without it.
+
+    ``config`` may still state the length that the model was trained with: the usual recipe leaves that.
+    """
+    found = [
+        int(original * factor)
+        for kind, parameters in _rope_types(config)
+        if kind == "yarn"
+        and isinstance(original := parameters.get("original_max_position_embeddings"), int)
+        and isinstance(factor := parameters.get("factor"), int | float)
+    ]
+    return max(found, default=None)
+
+
 def _rope_types(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every RoPE in the config: one for the model, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):

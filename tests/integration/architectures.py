@@ -52,6 +52,11 @@ _GROUPED_MOE = {
     "topk_group": 1,
     "n_shared_experts": 1,
 }
+_POSITION_SCALED: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 30, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 2.0,
+}  # fmt: skip
+"""Queries grow with their position, from the 30th token on: behind the self-test."""
 _MIXED_WINDOW: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 ARCHITECTURES: Mapping[str, dict[str, Any]] = {
@@ -71,7 +76,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "gpt_oss": {**_MIXED_WINDOW, **_MOE},
     "phi": _MHA,
     "phi3": {},
-    "phimoe": _MOE,
+    "phimoe": {**_MOE, "sliding_window": 30},  # in the mask alone; longer than the self-test
     "olmo": {},
     "olmo2": {},
     "olmo3": _MIXED_WINDOW,
@@ -120,7 +125,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "hyperclovax": {},
     "internlm3": {},
     "minicpm3": {**_MLA, "scale_emb": 1},
-    "ministral3": {},
+    "ministral3": {"rope_parameters": _POSITION_SCALED},
     "granite_swa": _MIXED_WINDOW,
     "granitemoe_swa": {**_MOE, **_MIXED_WINDOW},
     "longcat_flash": _MLA,

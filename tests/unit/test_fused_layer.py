@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from runtime.knobs import Knobs
 from runtime.torch_backend import fused_layer
@@ -16,9 +18,13 @@ from runtime.torch_backend.loading import load_model
 from runtime.torch_backend.norm import fuse_norms
 from runtime.torch_backend.operations import Operations
 from runtime.torch_backend.straight import straight
-from tests.unit.executor_harness import prompts, reference, run, tiny
+from tests.unit.executor_harness import SHAPE, prompts, reference, run, tiny
 
 KNOBS = Knobs(max_batch_size=4, token_budget=32, chunk_size=16)
+SCALED: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 30, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 2.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,7 @@ KNOBS = Knobs(max_batch_size=4, token_budget=32, chunk_size=16)
         ("cohere", {}, 0),  # parallel attention and MLP, interleaved rotary pairs
         ("llama", {"hidden_act": "gelu"}, 0),
         ("gpt2", {}, 0),
+        ("ministral3", {"rope_parameters": SCALED}, 0),  # queries that grow with their position
     ],
 )
 def test_layers_are_fused_where_they_compute_the_same(model_type: str, changes: dict[str, Any], fused: int) -> None:
@@ -143,3 +150,44 @@ def test_the_last_layer_computes_only_the_rows_that_are_wanted(monkeypatch: pyte
     assert all(given >= kept for given, kept in rows)
     assert min(kept for _, kept in rows) == 1
     assert outputs == [reference(loaded, p, n) for p, n in work]
+
+
+def test_a_window_that_is_in_the_models_mask_alone_holds_here_too() -> None:
+    loaded = tiny("phimoe", sliding_window=20, num_local_experts=4, num_experts_per_tok=2)
+    work = [(p, 12) for p in prompts([3, 40, 31], seed=1)]
+    expected = [reference(loaded, p, n) for p, n in work]
+    wide = [reference(tiny("phimoe", num_local_experts=4, num_experts_per_tok=2), p, n) for p, n in work]
+    assert expected != wide, "the window must matter"
+    executor = TorchExecutor(loaded, kv_blocks=60, block_size=8)
+    assert run(executor, work, KNOBS)[0] == expected
+
+
+def test_layers_of_a_text_model_in_a_larger_one_are_fused() -> None:
+    """A composite config names its layers in the text's own."""
+    config = LlavaConfig(
+        text_config=AutoConfig.for_model("llama", **{**SHAPE, "num_hidden_layers": 2}),
+        vision_config=CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        ),
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration(config).eval()
+    fuse_norms(model)
+    assert fuse_layers(model, Operations()) == 2
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+def test_norms_by_one_plus_a_weight_are_as_exact_as_the_models_own(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(50, width, generator=generator), torch.randn(width, generator=generator) * 0.3
+    half = x.bfloat16()
+    own = Gemma2RMSNorm(width, eps=1e-6).bfloat16()
+    with torch.no_grad():
+        own.weight.copy_(weight)
+    holder = nn.ModuleDict({"norm": own})
+    assert fuse_norms(holder) == 1
+    wide = half.double()
+    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + own.weight.double())
+    with torch.inference_mode():
+        errors = [float((norm(half).double() - exact).norm() / exact.norm()) for norm in (own, holder["norm"])]
+        found = Operations().norm(half, holder["norm"].scale, 1e-6)
+    assert errors[1] <= errors[0] * 1.01 and torch.equal(found, holder["norm"](half)) and found.dtype == torch.bfloat16

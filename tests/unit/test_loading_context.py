@@ -116,3 +116,34 @@ def test_safe_context_of_every_layer_kind_and_spelling() -> None:
 def test_no_safe_range_is_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedModelError, match=says):
         safe_context(_Config(**fields))
+
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(("stated", "context"), [(64, 256), (256, 256), (1024, 1024)])
+def test_yarn_stretches_a_context_that_the_config_leaves_as_it_was(tmp_path: Path, stated: int, context: int) -> None:
+    tiny("llama", rope_parameters=YARN, max_position_embeddings=stated).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32", device="cpu")
+    assert loaded.max_model_len == context
+    self_test(loaded)
+    assert f"it must be at most {context}" in refusal(tmp_path, InputError, max_model_len=context + 1)
+
+
+def test_what_a_generation_config_asks_for_and_nobody_applies_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    from_model(model)
+    assert "generation_config" not in caplog.text
+    model.generation_config.repetition_penalty = 1.05
+    model.generation_config.suppress_tokens = [3, 4]
+    from_model(model)
+    assert (
+        "its generation_config says repetition_penalty=1.05, which is applied to requests that ask for it"
+        in caplog.text
+    )
+    assert "suppress_tokens=[3, 4], which this engine does not apply" in caplog.text
