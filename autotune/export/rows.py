@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from autotune.export.source import CallableSource, EngineSource, Source
-from autotune.export.target import FACT_ROWS, Fit, Row, Written
+from autotune.export.target import FACT_ROWS, Fit, Row, Value, Written
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,13 +38,41 @@ def no_cost(source: CallableSource) -> str:
     )
 
 
-def pool_elsewhere(source: EngineSource) -> str:
+def _pool_elsewhere(source: EngineSource) -> str:
     """Why the size of the KV cache is left to the target, or ""."""
     if source.profile.machine.kind != "gpu":
         return "left to its default: the pool was measured in a CPU's memory, which says nothing about a GPU's"
     if source.model_given:
         return f"left to its default: the pool was measured beside {source.profile.model.name}, not beside this model"
     return ""
+
+
+def same(key: str, value: Callable[[EngineSource], Value | None]) -> Row[EngineSource]:
+    """``value`` under another name; nothing is written of one that is None."""
+
+    def write(source: EngineSource) -> Written:
+        found = value(source)
+        return {} if found is None else {key: found}
+
+    return Row(Fit.EXACT, (key,), write)
+
+
+def facts_under(
+    *, model: str, max_model_len: str, kv_pool: str, fewer: str, prefix_cache: Row[EngineSource], parallelism: str
+) -> Mapping[str, Row[EngineSource]]:
+    """The facts of an engine that takes them under these names, its KV pool in tokens. ``fewer``: when it takes fewer."""
+
+    def pool(source: EngineSource) -> Written:
+        return {} if _pool_elsewhere(source) else {kv_pool: source.profile.engine.kv_pool.tokens}
+
+    return {
+        "model": same(model, lambda s: s.model),
+        "max_model_len": same(max_model_len, lambda s: s.max_model_len),
+        "dtype": same("dtype", lambda s: s.profile.model.dtype),
+        "kv_pool": Row(Fit.APPROXIMATE, (kv_pool,), pool, said=fewer, harmless=_pool_elsewhere),
+        "prefix_cache": prefix_cache,
+        "parallelism": same(parallelism, lambda s: s.profile.engine.parallelism),
+    }
 
 
 def known_dtype(written: Written) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, pool_elsewhere
+from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 
@@ -40,10 +40,6 @@ def _drafts(source: EngineSource) -> Written:
     }
 
 
-def _pool(source: EngineSource) -> Written:
-    return {} if pool_elsewhere(source) else {"max-total-tokens": source.profile.engine.kv_pool.tokens}
-
-
 SGLANG = ExportTarget(
     name="sglang",
     title="SGLang",
@@ -51,9 +47,7 @@ SGLANG = ExportTarget(
     filename="sglang.yaml",
     suffixes=(".yaml", ".yml"),
     knobs={
-        "max_batch_size": Row(
-            Fit.EXACT, ("max-running-requests",), lambda s: {"max-running-requests": s.knobs.max_batch_size}
-        ),
+        "max_batch_size": same("max-running-requests", lambda s: s.knobs.max_batch_size),
         "max_wait_ms": Row(Fit.UNSUPPORTED, said="SGLang has no such setting", harmless=no_wait),
         "token_budget": Row(
             Fit.APPROXIMATE,
@@ -76,22 +70,14 @@ SGLANG = ExportTarget(
             harmless=no_drafts,
         ),
     },
-    facts={
-        "model": Row(Fit.EXACT, ("model-path",), lambda s: {} if s.model is None else {"model-path": s.model}),
-        "max_model_len": Row(Fit.EXACT, ("context-length",), lambda s: {"context-length": s.max_model_len}),
-        "dtype": Row(Fit.EXACT, ("dtype",), lambda s: {"dtype": s.profile.model.dtype}),
-        "kv_pool": Row(
-            Fit.APPROXIMATE,
-            ("max-total-tokens",),
-            _pool,
-            said="SGLang takes fewer where its share of memory (mem-fraction-static) holds no more",
-            harmless=pool_elsewhere,
-        ),
-        "prefix_cache": Row(
-            Fit.EXACT, ("disable-radix-cache",), lambda s: {"disable-radix-cache": not s.profile.engine.prefix_cache}
-        ),
-        "parallelism": Row(Fit.EXACT, ("tp-size",), lambda s: {"tp-size": s.profile.engine.parallelism}),
-    },
+    facts=facts_under(
+        model="model-path",
+        max_model_len="context-length",
+        kv_pool="max-total-tokens",
+        fewer="SGLang takes fewer where its share of memory (mem-fraction-static) holds no more",
+        prefix_cache=same("disable-radix-cache", lambda s: not s.profile.engine.prefix_cache),
+        parallelism="tp-size",
+    ),
     constraints=(known_dtype,),
     render=yaml_file,
     command=lambda model, path: (

@@ -63,17 +63,15 @@ def _knob(name: str, unit: str, doc: str) -> Ours[Source]:
 
 KNOB_ROWS = ours_of(Knobs)
 
-FACT_ROWS: Mapping[str, Ours[EngineSource]] = {
-    fact.name: fact
-    for fact in (
-        Ours("model", "", "what to serve", lambda s: s.model or "not named"),
-        Ours("max_model_len", "tokens", "longest prompt + output of one request", lambda s: s.max_model_len),
-        Ours("dtype", "", "the weights' type", lambda s: s.profile.model.dtype),
-        Ours("kv_pool", "tokens", "size of the KV cache", lambda s: s.profile.engine.kv_pool.tokens),
-        Ours("prefix_cache", "", "share the KV of equal beginnings", lambda s: s.profile.engine.prefix_cache),
-        Ours("parallelism", "", "devices that the model is split over", lambda s: s.profile.engine.parallelism),
-    )
-}
+_FACTS: tuple[Ours[EngineSource], ...] = (
+    Ours("model", "", "what to serve", lambda s: s.model or "not named"),
+    Ours("max_model_len", "tokens", "longest prompt + output of one request", lambda s: s.max_model_len),
+    Ours("dtype", "", "the weights' type", lambda s: s.profile.model.dtype),
+    Ours("kv_pool", "tokens", "size of the KV cache", lambda s: s.profile.engine.kv_pool.tokens),
+    Ours("prefix_cache", "", "share the KV of equal beginnings", lambda s: s.profile.engine.prefix_cache),
+    Ours("parallelism", "", "devices that the model is split over", lambda s: s.profile.engine.parallelism),
+)
+FACT_ROWS: Mapping[str, Ours[EngineSource]] = {fact.name: fact for fact in _FACTS}
 """What an engine is started with besides the knobs."""
 
 CALL_ROWS: Mapping[str, Ours[CallableSource]] = {

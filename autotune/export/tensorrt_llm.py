@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, pool_elsewhere
+from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST
@@ -27,10 +27,6 @@ def _drafts(source: EngineSource) -> Written:
     }
 
 
-def _pool(source: EngineSource) -> Written:
-    return {} if pool_elsewhere(source) else {"kv_cache_config.max_tokens": source.profile.engine.kv_pool.tokens}
-
-
 TENSORRT_LLM = ExportTarget(
     name="tensorrt-llm",
     title="TensorRT-LLM",
@@ -38,13 +34,13 @@ TENSORRT_LLM = ExportTarget(
     filename="tensorrt-llm.yaml",
     suffixes=(".yaml", ".yml"),
     knobs={
-        "max_batch_size": Row(Fit.EXACT, ("max_batch_size",), lambda s: {"max_batch_size": s.knobs.max_batch_size}),
+        "max_batch_size": same("max_batch_size", lambda s: s.knobs.max_batch_size),
         "max_wait_ms": Row(
             Fit.UNSUPPORTED,
             said="TensorRT-LLM's batch_wait_timeout_ms delays every step, decodes too, until max_batch_size requests came",
             harmless=no_wait,
         ),
-        "token_budget": Row(Fit.EXACT, ("max_num_tokens",), lambda s: {"max_num_tokens": s.knobs.token_budget}),
+        "token_budget": same("max_num_tokens", lambda s: s.knobs.token_budget),
         "chunk_size": Row(
             Fit.APPROXIMATE,
             ("enable_chunked_prefill",),
@@ -65,26 +61,14 @@ TENSORRT_LLM = ExportTarget(
             harmless=no_drafts,
         ),
     },
-    facts={
-        "model": Row(Fit.EXACT, ("model",), lambda s: {} if s.model is None else {"model": s.model}),
-        "max_model_len": Row(Fit.EXACT, ("max_seq_len",), lambda s: {"max_seq_len": s.max_model_len}),
-        "dtype": Row(Fit.EXACT, ("dtype",), lambda s: {"dtype": s.profile.model.dtype}),
-        "kv_pool": Row(
-            Fit.APPROXIMATE,
-            ("kv_cache_config.max_tokens",),
-            _pool,
-            said="TensorRT-LLM takes fewer where its share of free memory (free_gpu_memory_fraction) holds no more",
-            harmless=pool_elsewhere,
-        ),
-        "prefix_cache": Row(
-            Fit.EXACT,
-            ("kv_cache_config.enable_block_reuse",),
-            lambda s: {"kv_cache_config.enable_block_reuse": s.profile.engine.prefix_cache},
-        ),
-        "parallelism": Row(
-            Fit.EXACT, ("tensor_parallel_size",), lambda s: {"tensor_parallel_size": s.profile.engine.parallelism}
-        ),
-    },
+    facts=facts_under(
+        model="model",
+        max_model_len="max_seq_len",
+        kv_pool="kv_cache_config.max_tokens",
+        fewer="TensorRT-LLM takes fewer where its share of free memory (free_gpu_memory_fraction) holds no more",
+        prefix_cache=same("kv_cache_config.enable_block_reuse", lambda s: s.profile.engine.prefix_cache),
+        parallelism="tensor_parallel_size",
+    ),
     constraints=(known_dtype,),
     render=yaml_file,
     command=lambda model, path: (

@@ -12,7 +12,7 @@ import shlex
 from typing import NamedTuple
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import known_dtype, no_chunk_needed, no_wait
+from autotune.export.rows import known_dtype, no_chunk_needed, no_wait, same
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
@@ -167,9 +167,7 @@ VLLM = ExportTarget(
     knobs={
         "max_batch_size": Row(Fit.EXACT, ("max-num-seqs",), _sequences, about=_about_sequences),
         "max_wait_ms": Row(Fit.UNSUPPORTED, said="vLLM has no such setting", harmless=no_wait),
-        "token_budget": Row(
-            Fit.EXACT, ("max-num-batched-tokens",), lambda s: {"max-num-batched-tokens": s.knobs.token_budget}
-        ),
+        "token_budget": same("max-num-batched-tokens", lambda s: s.knobs.token_budget),
         "chunk_size": Row(
             Fit.APPROXIMATE,
             ("enable-chunked-prefill", "long-prefill-token-threshold"),
@@ -194,7 +192,7 @@ VLLM = ExportTarget(
         "max_model_len": Row(
             Fit.EXACT, ("max-model-len",), lambda s: {"max-model-len": s.max_model_len}, about=_about_length
         ),
-        "dtype": Row(Fit.EXACT, ("dtype",), lambda s: {"dtype": s.profile.model.dtype}),
+        "dtype": same("dtype", lambda s: s.profile.model.dtype),
         "kv_pool": Row(
             Fit.APPROXIMATE,
             ("gpu-memory-utilization", "block-size", "num-gpu-blocks-override", "kv-cache-memory-bytes"),
@@ -206,9 +204,7 @@ VLLM = ExportTarget(
             exact=_on_vllm,
         ),
         "prefix_cache": Row(Fit.EXACT, ("enable-prefix-caching", "no-enable-prefix-caching"), _prefixes),
-        "parallelism": Row(
-            Fit.EXACT, ("tensor-parallel-size",), lambda s: {"tensor-parallel-size": s.profile.engine.parallelism}
-        ),
+        "parallelism": same("tensor-parallel-size", lambda s: s.profile.engine.parallelism),
     },
     constraints=(_enough_tokens, _whole_prompts, _threshold_in_reach, known_dtype),
     render=yaml_file,

@@ -33,7 +33,7 @@ def on_its_device(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concat
     """``method``, run with the device of its object current."""
 
     @functools.wraps(method)
-    def run(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with made_current(self.device):
             return method(self, *args, **kwargs)
 
