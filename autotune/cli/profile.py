@@ -171,7 +171,7 @@ def profile(
     from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.space import WIDEST, make_space
     from autotune.profiling.storage import SharedStorage, without_passwords
-    from autotune.workload import parse_workload
+    from autotune.workload import named_options, parse_workload
     from runtime.slo import SLO
 
     check_device(cpu, gpu)
@@ -202,6 +202,7 @@ def profile(
         objective=aim,
     )
     check_classes(question.classes, question.workload)
+    unused = sorted(named_options(workload) & {"rate", "time"}) if rate is None else []
     if "draft_tokens" in question.space.ranges and not question.workload.may_draft:
         raise InputError(
             "--range: draft_tokens is searched in simulation, and the workload does not say how often a draft is right; "
@@ -233,7 +234,12 @@ def profile(
         console.print(
             heading(model, found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
         )
-        for line in source.introduction:
+        notes = [
+            f"note: {option} of --workload is not used: settings are compared at about what the best of them can serve; "
+            f"--rate {question.workload.rate:.4g} compares them there"
+            for option in unused
+        ]
+        for line in (*source.introduction, *notes):
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         requested = Requested(
             source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question

@@ -18,6 +18,7 @@ from runtime.slo import SLO
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autotune.profile import Machine
     from autotune.profiling.callable import CallableQuestion
     from autotune.profiling.study import SweepStudy
     from autotune.profiling.subject import Subject
@@ -76,8 +77,8 @@ def profile_callable(
     """Profile the callable; 0, or 1 if the SLO is missed, or 130 if stopped."""
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.profile.fingerprint import machine
     from autotune.profiling.callable import identity
+    from autotune.profiling.calls import FunctionFailed
     from autotune.profiling.study import open_study
     from autotune.profiling.subject import load_subject
     from autotune.writing import writable
@@ -95,12 +96,12 @@ def profile_callable(
     with stop_on_interrupt() as stop:
         subject = load_subject(name, inputs, cost)
         command = shlex.join(["autotune", *arguments])
-        about = identity(subject, question, inputs, machine(), replicas=replicas)
+        about = identity(subject, question, inputs, _machine(used=False), replicas=replicas)
         with open_study(journal, about, fresh=fresh) as study:
             code = None
             try:
                 code = _sweep(subject, replicas, question, study, place, command, console, stop.is_set, as_json)
-            except InputError:  # it is about the function or its inputs: both will be others next time
+            except FunctionFailed:  # it, or its inputs, will be others next time
                 code = FELL_SHORT
                 raise
             finally:  # kept is what a run that was stopped, or died, can be gone on with
@@ -124,7 +125,7 @@ def _sweep(
     from autotune.cli.display import Display
     from autotune.measure.evaluate import EvaluationError
     from autotune.profile.callable import CallableProfile, save_callable_profile
-    from autotune.profile.fingerprint import machine, software
+    from autotune.profile.fingerprint import software
     from autotune.profiling.assemble import assemble, of_callable
     from autotune.profiling.callable import CallableSession, CallableTarget
     from autotune.report.callable_table import show
@@ -144,14 +145,13 @@ def _sweep(
             highlight=False,
         )
         return INTERRUPTED
-    torch = sys.modules.get("torch")
     made = assemble(
         CallableProfile,
         found,
         of_callable(found, question, subject),
         name=place.stem,
         command=command,
-        machine=machine(gpu=torch is not None and torch.cuda.is_initialized()),
+        machine=_machine(used=True),
         software=software(),
     )
     save_callable_profile(made, place)
@@ -171,6 +171,14 @@ def _sweep(
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return DONE if made.slo_met else FELL_SHORT
+
+
+def _machine(*, used: bool) -> Machine:
+    """This one, with the GPU that PyTorch sees where the function has brought that along; ``used``: only if it was put to use."""
+    from autotune.profile.fingerprint import machine
+
+    cuda = torch.cuda if (torch := sys.modules.get("torch")) is not None else None
+    return machine(gpu=cuda is not None and (cuda.is_initialized() if used else cuda.is_available()))
 
 
 def _question(

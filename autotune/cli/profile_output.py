@@ -80,6 +80,8 @@ class Files:
         if out.suffix not in (".yaml", ".yml"):
             raise InputError(f"--out: {out} must end in .yaml")
         files = cls(out, out.with_suffix(".points.jsonl"), study or out.with_suffix(".journal"))
+        if files.journal.resolve() in (files.profile.resolve(), files.points.resolve()):
+            raise InputError(f"--study: {study} is what --out writes; name another file")
         for option, path in (("--out", files.profile), ("--out", files.points), ("--study", files.journal)):
             writable(option, path)
         return files
@@ -144,8 +146,10 @@ def finish(
     if found.stopped:
         done, planned = found.validated
         count = f"{done} of {planned} validated" if done else f"{len(found.simulated)} simulated, none validated"
-        console.print(f"stopped; best so far written to {files.profile} ({count}). Run the same command to go on.")
-        return INTERRUPTED
+        why = f"stopped, for {found.fault}" if found.fault else "stopped"
+        again = f"{why}; best so far written to {files.profile} ({count}). Run the same command to go on."
+        console.print(again, highlight=False, markup=False, soft_wrap=True)
+        return FELL_SHORT if found.fault else INTERRUPTED
     console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
     for index, (step, what) in enumerate(next_steps(made, files.profile)):
         start = "" if index else "next"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.display import Display
-from autotune.cli.exits import INTERRUPTED
+from autotune.cli.exits import FELL_SHORT, INTERRUPTED
 from autotune.cli.profile_output import Files, ProfiledEngine
 from autotune.cli.target import running
 from autotune.engines.named import NamedSource, engine_identity
@@ -21,6 +22,7 @@ from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, unwritable
 from autotune.profiling.study import open_study, study_name
 from autotune.version import __version__
+from autotune.workload import Workload
 from runtime.knobs import KnobLimits
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Requested:
             "model": self.model.model_dump(mode="json"),
             "machine": self.machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
             "workload": self.spec,
+            **({"requests": content_of(question.workload)} if question.workload.finite else {}),
             "rate": question.rate,
             "slo": None if question.slo is None else str(question.slo),
             "seed": question.seed,
@@ -102,16 +105,26 @@ def work(
             finally:
                 display.close()
             if not found.settings():
+                why = f", for {found.fault}" if found.fault else ""
                 console.print(
-                    f"stopped before the first trial was done; nothing written to {files.profile}. "
-                    "Run the same command to go on."
-                )
-                return INTERRUPTED
+                    f"stopped{why} before the first trial was done; nothing written to {files.profile}. "
+                    "Run the same command to go on.",
+                    highlight=False, markup=False, soft_wrap=True,
+                )  # fmt: skip
+                return FELL_SHORT if found.fault else INTERRUPTED
             code = write(found, subject)
             if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew
                 study.finish(*bounds)
                 before.unlink(missing_ok=True)
             return code
+
+
+def content_of(workload: Workload) -> str:
+    """A digest of the requests of a workload that runs out: its spelling names a file, whose content may change."""
+    found = hashlib.sha256()
+    for arrival in workload.arrivals(0):
+        found.update(repr(arrival).encode())
+    return found.hexdigest()[:16]
 
 
 def stem(model: str) -> str:

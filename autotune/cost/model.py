@@ -92,10 +92,6 @@ class CostModel:
         self._compute: list[float] = []
         self._grow(max(_FIRST_TABLE, len(self._rows)))
 
-    @classmethod
-    def from_facts(cls, facts: CostFacts) -> CostModel:
-        return cls(facts)
-
     def __reduce__(self) -> tuple[type[CostModel], tuple[CostFacts]]:
         return CostModel, (self.facts,)
 

@@ -24,7 +24,7 @@ from autotune.measure.score import Score, deadline, score
 from autotune.workload import Arrival, Workload, prompt_ids, replay
 from autotune.workload.replay import ReplayReport
 from runtime.clock import Clock
-from runtime.errors import AutotuneError, RejectedError
+from runtime.errors import AutotuneError, EngineClosedError, RejectedError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
@@ -109,8 +109,8 @@ def evaluate(
     ``keep`` is given the records behind the score, in the order of their arrivals (which are when they were due).
 
     Raises :class:`EvaluationError` when the engine is not idle, a request fails, or its limits were below the setting at any
-    time; :class:`Interrupted` when ``stop`` returns true; ``ValueError`` where a class has no SLO. The engine is left idle
-    either way, its knobs at ``setting``.
+    time; :class:`EngineClosedError` when it closes; :class:`Interrupted` when ``stop`` returns true; ``ValueError`` where a class
+    has no SLO. The engine is left idle, its knobs at ``setting``.
     """
     slo = slos_of(slo, classes)
     clock, simulated = engine.clock, virtual(engine)
@@ -124,7 +124,9 @@ def evaluate(
     )
     wait_until_idle(engine)
     epoch = engine.set_knobs(setting) if setting is not None else engine.epoch
-    knobs = engine.knobs
+    knobs = (
+        engine.knobs if setting is None else engine.limits.clamp(setting)
+    )  # what is wanted: memory may allow less by now
     recorder = Recorder()
     unsubscribe = engine.subscribe(recorder)
     ceilings = _Ceilings(engine)
@@ -146,7 +148,7 @@ def evaluate(
             raise EvaluationError(f"out of memory: the engine's limits fell to {limits.as_dict()}")
     every = [sent.record(index, arrival, report, recorder) for index, arrival in enumerate(arrivals)]
     records = [record for record, arrival in zip(every, arrivals, strict=True) if arrival.time >= warmup]
-    for record in records:
+    for record in every:
         if record.reason is FinishReason.ERROR:
             raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")
     if keep is not None:
@@ -232,6 +234,8 @@ class _Sender:
                 prompt, params, tenant=arrival.tenant, request_class=arrival.request_class, request_id=name
             )
         except RejectedError as error:  # a reject is a miss, not a failure of the measurement
+            if error.reason == "closed":
+                raise EngineClosedError(f"the engine closed while it was measured: {error}") from None
             self._rejected[name] = str(error)
 
     def _name(self, index: int) -> str:

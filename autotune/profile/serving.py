@@ -20,7 +20,7 @@ def serving_cost(profile: Profile) -> CostModel:
     """
     if profile.cost_model is None:
         raise ValueError("the profile holds no cost model")
-    cost, speed = CostModel.from_facts(profile.cost_model).serving(), serving_speed(profile)
+    cost, speed = CostModel(profile.cost_model).serving(), serving_speed(profile)
     return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
 
 

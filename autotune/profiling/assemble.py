@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,7 +119,7 @@ def of_engine(
         "points_file": points_file.name,
         "cost_model": None if findings.cost is None else findings.cost.facts,
         "simulation": simulation_facts(findings),
-        "simulated": (*paired_points(findings), *pareto_points(findings)),
+        "simulated": _simulated_points(findings, [setting.point for setting in settings.values()]),
         "gain": gain_of(findings, balanced.knobs, baseline),
         "confidence": sure_of(findings),
         "price_per_hour": price_per_hour,
@@ -222,6 +222,14 @@ def simulation_facts(findings: Findings) -> SimulationFacts | None:
         goodput_error=round(statistics.median(errors), 4) if errors else None,
         speed=1.0 if findings.setup is None else round(findings.setup.speed, 4),
     )
+
+
+def _simulated_points(findings: Findings, chosen: Sequence[Point]) -> tuple[Point, ...]:
+    """Those that were paired, the front, and those of ``chosen`` that were measured nowhere and are not among these."""
+    shown = [*paired_points(findings), *pareto_points(findings)]
+    known = {point.key for point in (*shown, *points(findings.runs))}
+    further = {point.key: point for point in chosen if point.key not in known}
+    return (*shown, *further.values())
 
 
 def paired_points(findings: Findings) -> list[Point]:

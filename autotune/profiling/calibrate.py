@@ -29,7 +29,8 @@ from autotune.profiling.setup import (
     typical_step,
 )
 from autotune.simulate import SimulatedEngine
-from autotune.workload import Arrival, Workload, prompt_ids
+from autotune.workload import Arrival, Workload, named_options, prompt_ids
+from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import SamplingParams
@@ -101,7 +102,7 @@ def draw_setup(
     Without an ``slo`` where every request is of a class that has one, it is that of the class that weighs the most.
     """
     scale = workload.length_scale
-    if scale == 1.0:  # no scale of its own
+    if scale == 1.0 and "length" not in named_options(workload.name):  # no scale of its own
         natural = sample(workload, seed)
         prompt, output = _means(natural)
         wanted = max(TARGET_RATE, REQUESTS / window_s)
@@ -128,6 +129,11 @@ def draw_setup(
     else:
         chosen, why = default_slo(cost, mean_prompt)
     most = most_rate(scaled, seed, warmup_s + window_s)
+    if rate is not None and rate > most and scaled.finite:
+        raise InputError(
+            f"--rate is {rate:g}, but {workload.name} lasts for at most {most:.4g} requests/s: a measurement takes "
+            f"{warmup_s + window_s:.3g} s"
+        )
     return Setup(
         length_scale=scale,
         cap_prompt=cap_prompt,

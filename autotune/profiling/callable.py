@@ -106,6 +106,7 @@ def identity(
         "strategies": list(question.space.strategies),
         "seed": question.seed,
         "machine": machine.model_dump(mode="json", include={"cpu", "cores", "threads"}),
+        "gpu": None if machine.gpu is None else machine.gpu.name,
         "autotune": __version__,
     }
 

@@ -104,7 +104,7 @@ def measure_calls(
     clock: Callable[[], float] = time.perf_counter,
 ) -> CallCost:
     """Call the function with up to ``most`` items at a time. ``longest_s``: a call beyond it ends the doubling (None: 40 times
-    the call of one item). What was timed in an earlier session of ``study`` is not called again. Raises :class:`InputError`
+    the call of one item). What was timed in an earlier session of ``study`` is not called again. Raises :class:`FunctionFailed`
     when the function cannot be called with these inputs, Interrupted when ``stop`` says so."""
     known = study.get(_ENDED)  # in an earlier session
     with closing(TimedCalls(subject, seed, clock, stop)) as caller:
@@ -137,7 +137,7 @@ def measure_calls(
                 break
         except OutOfMemory:
             if not largest:
-                raise InputError(f"--callable: {subject.name} runs out of memory with one item") from None
+                raise FunctionFailed(f"--callable: {subject.name} runs out of memory with one item") from None
             ended = f"{size} items run out of memory"
         study.put(_ENDED, {"largest": largest, "ended": ended})
         beside = 1.0
@@ -165,6 +165,10 @@ def fitted(timed: Sequence[Timed]) -> Price:
     return model.price()
 
 
+class FunctionFailed(InputError):
+    """The function cannot be called with these inputs: what was measured tells nothing of those that will be."""
+
+
 class OutOfMemory(Exception):
     """A call of so many items ran out of memory."""
 
@@ -172,7 +176,8 @@ class OutOfMemory(Exception):
 class TimedCalls:
     """Calls the function with cheap, mixed and expensive inputs, the same ones for the same seed and size.
 
-    ``of`` raises :class:`InputError` when the function cannot be called with these inputs, and Interrupted when ``stop`` says so.
+    ``of`` raises :class:`FunctionFailed` when the function cannot be called with these inputs, and Interrupted when ``stop`` says
+    so.
     """
 
     def __init__(self, subject: Subject, seed: int, clock: Callable[[], float], stop: Callable[[], bool]) -> None:
@@ -219,7 +224,7 @@ class TimedCalls:
                     running.result()
         except OutOfMemory:
             cause = f"{self._subject.name} runs out of memory while all call it, with {size} items each"
-            raise InputError(f"--replicas is {workers}: {cause}") from None
+            raise FunctionFailed(f"--replicas is {workers}: {cause}") from None
         return {"times": (self._clock() - begun) / each / max(alone, 1e-9)}
 
     def close(self) -> None:
@@ -245,12 +250,14 @@ class TimedCalls:
             if is_out_of_memory(error):
                 raise OutOfMemory from None
             cause = f"{type(error).__name__}: {error}"
-            raise InputError(f"--callable: {subject.name} failed with {len(payloads)} of the inputs: {cause}") from None
+            raise FunctionFailed(
+                f"--callable: {subject.name} failed with {len(payloads)} of the inputs: {cause}"
+            ) from None
         seconds = self._clock() - begun
         for index, outcome in zip(indices, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 cause = f"{type(outcome).__name__}: {outcome}"
-                raise InputError(
+                raise FunctionFailed(
                     f"--callable: {subject.name} failed on input {index + 1} of {subject.inputs_name}: {cause}"
                 )
         return seconds

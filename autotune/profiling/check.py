@@ -192,7 +192,7 @@ def check_steps(
     Raises ``ValueError`` for facts that are no cost model, :class:`EvaluationError` when a request fails,
     :class:`Interrupted` on ``stop``. The engine is left idle, its knobs changed.
     """
-    cost = CostModel.from_facts(facts.planned or facts)
+    cost = CostModel(facts.planned or facts)
     driver = StepDriver(engine, model.vocab_size, most_tokens(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = CalibrationPlan(driver, engine, seed)
     token = cost.predict(StepFeatures(0, 0, 256, 256, 256 * 257 // 2, 1)) / 256

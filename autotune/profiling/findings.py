@@ -72,6 +72,7 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
     confidence: Confidence | None = None
     capacity: Capacity | None = None
     stopped: bool = False
+    fault: str = ""  # that stopped it
     validated: tuple[int, int] = (0, 0)  # runs done, runs planned
     hardware_s: float = 0.0
     simulating_s: float = 0.0

@@ -28,7 +28,7 @@ from optuna.trial import Trial, TrialState
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.kinds import SettingT, SettingT_contra
-from runtime.errors import AutotuneError, InputError
+from runtime.errors import InputError
 
 PENDING = 8
 """Trials that may be in progress while the next is proposed; more processes than that do not help."""
@@ -84,7 +84,7 @@ class SimulatedTrial(Generic[SettingT]):
     again: bool = False
 
 
-class WorkerError(AutotuneError):
+class WorkerError(InputError):
     """Worker processes cannot be started."""
 
 
@@ -121,7 +121,7 @@ def search(
     pending: deque[tuple[Trial, SimulatedTrial[SettingT], Callable[[], Outcome] | None]] = deque()
     begun: set[SettingT] = set()
     tried_as: dict[SettingT, SimulatedTrial[SettingT]] = {}
-    with InProcesses(objective, min(workers, PENDING)) if workers > 1 else _Here(objective) as tried:
+    with InProcesses(objective, min(workers, PENDING), stop) if workers > 1 else _Here(objective) as tried:
         while proposed < trials or pending:
             while proposed < trials and len(pending) < PENDING:
                 trial = study.ask(distributions)
@@ -180,8 +180,10 @@ class InProcesses(Generic[SettingT]):
     What kills the processes three times, the last two of them with nothing else beside it, is given up with that cause.
     """
 
-    def __init__(self, objective: ObjectiveFunction[SettingT], count: int) -> None:
-        self._objective, self._count = objective, count
+    def __init__(
+        self, objective: ObjectiveFunction[SettingT], count: int, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._objective, self._count, self._stop = objective, count, stop
         self._context = multiprocessing.get_context("spawn")
 
     def __enter__(self) -> InProcesses[SettingT]:
@@ -224,12 +226,18 @@ class InProcesses(Generic[SettingT]):
             return self._executor, self._executor.submit(_try, setting)
 
     def _start(self) -> None:
-        """New processes, with one of them at work. Raises :class:`WorkerError` where there cannot be any."""
+        """New processes, with one of them at work.
+
+        Raises :class:`WorkerError` where there cannot be any, and :class:`Interrupted` where Ctrl-C, which reaches them as well,
+        came before they could ignore it.
+        """
         self._executor = ProcessPoolExecutor(self._count, self._context, _begin, (self._objective, self._lifeline))
         try:
             self._executor.submit(os.getpid).result()
         except BrokenProcessPool:
-            raise WorkerError("worker processes end before they begin") from None
+            if self._stop():
+                raise Interrupted("interrupted") from None
+            raise WorkerError("worker processes end before they begin; --workers 1 does without them") from None
 
 
 _objective: ObjectiveFunction[Any]  # of this worker process

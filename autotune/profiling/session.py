@@ -31,6 +31,7 @@ from autotune.profiling.study import SweepStudy
 from autotune.profiling.target import EngineTarget, ProfilingTarget
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock, MonotonicClock
+from runtime.errors import EngineClosedError
 
 
 class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
@@ -68,7 +69,7 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
         )
 
     def run(self) -> Findings[SettingT, SetupT, CostT, SpaceT]:
-        """Go through the stages; whatever stops it, what was found by then is returned."""
+        """Go through the stages; what stops it, or an engine that closes, has what was found by then returned."""
         context, found = self._context, self._context.found
         try:
             if context.study.measurements.find(self.begun_with) is not None:
@@ -78,9 +79,12 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
             found.setup = self._at_rate(found.setup)
             simulate(context, found.setup)
             self._measure(found.setup)
-        except Interrupted:
+        except (Interrupted, EngineClosedError) as error:
             found.stopped = True
             context.recall()
+            found.setup = _last_compared(found)
+            if isinstance(error, EngineClosedError):
+                found.fault = " ".join(str(error).split())
         finally:
             self._end()
             context.keep_time()
@@ -97,6 +101,14 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
 
     def _end(self) -> None:
         """What is still to be found when measuring has ended, or was stopped."""
+
+
+def _last_compared(found: Findings[SettingT, SetupT, CostT, SpaceT]) -> SetupT | None:
+    """The setup, at the rate of the latest comparison: one at another rate has only begun where nothing was measured at it."""
+    rates = [run.score.rate for run in found.runs if run.stage == "validation"]
+    if found.setup is None or not rates or found.setup.rate in rates:
+        return found.setup
+    return found.setup.model_copy(update={"rate": rates[-1]})
 
 
 class Session(Sweep):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Literal
 
 from autotune.profile.parts import Calibration, ClassField, KnobsField, ObjectiveName, Part, SLOField
@@ -220,9 +221,9 @@ def spread_seeds(workload: Workload, first: int, count: int, warmup_s: float, wi
     A workload that is the same whatever the seed (a replayed trace) has one.
     """
     seeds = range(first, first + _SEEDS_TRIED * count)
-    windows = {seed: in_window(workload, seed, warmup_s, window_s) for seed in seeds}
-    if len({tuple((a.time, a.prompt_tokens, a.output_tokens) for a in window) for window in windows.values()}) == 1:
+    if alike_under(workload, seeds, warmup_s, window_s):
         return [first]
+    windows = {seed: in_window(workload, seed, warmup_s, window_s) for seed in seeds}
     tokens = {seed: sum(a.prompt_tokens + a.output_tokens for a in window) for seed, window in windows.items()}
     ordered = sorted(seeds, key=lambda seed: (tokens[seed], seed))
     strata = [ordered[i : i + _SEEDS_TRIED] for i in range(0, len(ordered), _SEEDS_TRIED)]
@@ -234,6 +235,12 @@ def spread_seeds(workload: Workload, first: int, count: int, warmup_s: float, wi
             middle = stratum[_SEEDS_TRIED // 4 : -_SEEDS_TRIED // 4]
             chosen[place] = min(middle, key=lambda seed: (abs(others + tokens[seed] - count * mean), seed))
     return chosen
+
+
+def alike_under(workload: Workload, seeds: Iterable[int], warmup_s: float, window_s: float) -> bool:
+    """Whether windows hold the same requests whatever the seed, as those of a replayed trace do."""
+    windows = (in_window(workload, seed, warmup_s, window_s) for seed in seeds)
+    return len({tuple((a.time, a.prompt_tokens, a.output_tokens) for a in window) for window in windows}) == 1
 
 
 def in_window(workload: Workload, seed: int, warmup_s: float, window_s: float) -> list[Arrival]:

@@ -34,6 +34,8 @@ from autotune.profiling.storage import SharedStorage, database, journal
 from runtime.errors import InputError
 
 STUDY_NAME = "autotune"
+RUN = "run/"
+"""What keys of measured settings begin with."""
 _IDENTITY = "identity"
 _KEY, _RESULT, _CAUSE, _AGAIN = "key", "result", "cause", "again"
 _FORMER = ("measurements", "simulation")  # studies of their own in the version before; what they held lies in ours now
@@ -151,10 +153,10 @@ class SweepStudy:
     ) -> dict[str, Any]:
         """What ``run`` measures under ``key``, once in the life of the study: later it is what it was then.
 
-        ``run`` gives plain data. Its :class:`EvaluationError` is kept and raised again later; after being interrupted or
-        killed it is run again. On a shared study one process of a machine measures at a time, and what another machine is
-        just measuring is waited for. ``params`` and ``value`` (of the result; 0 unless given) are the trial's, for whoever
-        looks at the study with Optuna's tools.
+        ``run`` gives plain data. Its :class:`EvaluationError` is kept and raised again later where ``key`` begins with
+        :data:`RUN`; else, and after being interrupted or killed, it is run again. On a shared study one process of a machine
+        measures at a time, and what another machine is just measuring is waited for. ``params`` and ``value`` (of the result; 0
+        unless given) are the trial's, for whoever looks at the study with Optuna's tools.
         """
         return self.measurements.measure(key, run, stop or _never, params or {}, value or _nothing)
 
@@ -295,6 +297,8 @@ class Measurements:
             except EvaluationError as error:
                 ran = True
                 trial.set_user_attr(_CAUSE, str(error))
+                if not key.startswith(RUN):  # of the machine's state, and not of a setting
+                    trial.set_user_attr(_AGAIN, True)
                 raise
             trial.set_user_attr(_RESULT, result)
             return float(value(result))
@@ -342,7 +346,7 @@ class Measurements:
 def _key(trial: FrozenTrial) -> str:
     """What a trial measures, "" where it has not said so yet. Measurements of callables had no number in the version before."""
     key = str(trial.user_attrs.get(_KEY, ""))
-    return f"{key}/0" if key.startswith("run/") and key.count("/") == 4 else key
+    return f"{key}/0" if key.startswith(RUN) and key.count("/") == 4 else key
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:

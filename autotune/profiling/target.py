@@ -22,7 +22,7 @@ from autotune.profiling.findings import Findings, Question
 from autotune.profiling.kinds import CostT, SettingT, SettingT_contra, SetupT, SpaceT
 from autotune.profiling.points import Run
 from autotune.profiling.search import Space
-from autotune.profiling.setup import Setup, balanced_seeds
+from autotune.profiling.setup import Setup, balanced_seeds, most_rate
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import NEAR_BEST, alike, starting_points
 from autotune.profiling.steps import measure_steps, served_points
@@ -196,9 +196,12 @@ class EngineTarget:
                 "others": None if self.virtual else work.cores(),
             }
 
+        most_rate(
+            question.workload, question.seed, schedule.window_s
+        )  # raises for too few requests: now, not when it is measured
         stored = study.measured(_CALIBRATION, measure, stop=stop)
         steps = [StepPoint.model_validate(point) for point in stored["steps"]]
-        cost = CostModel.from_facts(CostFacts.model_validate(stored["cost"]))
+        cost = CostModel(CostFacts.model_validate(stored["cost"]))
         setup = Setup.model_validate(stored["setup"])
         found = Findings(space=question.space, setup=setup, steps=steps, cost=cost)
         if (others := stored.get("others")) is not None:

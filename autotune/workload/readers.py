@@ -23,6 +23,8 @@ from runtime.errors import InputError
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
 MOONCAKE_BLOCK = 512  # tokens
+_LARGEST = 1e15  # ms: some thirty thousand years
+_MOST_TOKENS = 10**9
 
 Reader = Callable[[str | Path, int | None], list[TraceRow]]
 Parse = Callable[[str | Path, Iterable[str]], Iterator[tuple[int, TraceRow]]]
@@ -66,6 +68,10 @@ def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, T
                     if column not in header:
                         _bad(path, line, f"no column {column}; the header is {_short(','.join(header))}, it must have "
                                          f"{', '.join(AZURE_COLUMNS)}")  # fmt: skip
+                    if header.count(column) > 1:
+                        _bad(
+                            path, line, f"column {column} is there {header.count(column)} times; it must be there once"
+                        )
                 continue
             if len(cells) != len(header):
                 _bad(path, line, f"{len(cells)} fields; the header has {len(header)}")
@@ -171,7 +177,7 @@ def _timestamp(path: str | Path, line: int, text: str) -> float:
 
 
 def _number(path: str | Path, line: int, name: str, value: Any, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:  # NaN is not
         _bad(path, line, f"{name} is {_short(value)}; it must be {allowed}")
     return float(value)
 
@@ -183,8 +189,12 @@ def _count(path: str | Path, line: int, name: str, value: Any, low: int) -> int:
             number = int(value)
         except ValueError:
             number = None
-    if isinstance(number, bool) or not isinstance(number, int) or number < low:
-        _bad(path, line, f"{name} is {_short(value)}; it must be a whole number, at least {low}")
+    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= _MOST_TOKENS:
+        _bad(
+            path,
+            line,
+            f"{name} is {_short(value)}; it must be a whole number, at least {low} and at most {_MOST_TOKENS}",
+        )
     return number
 
 

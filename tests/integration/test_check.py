@@ -135,7 +135,7 @@ def test_a_profile_that_claims_thirty_times_the_speed_is_stale(
     measured: Profile, hardware: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert measured.cost_model is not None
-    fast = CostModel.from_facts(measured.cost_model).scaled(compute=30, bandwidth=30, overhead=30)
+    fast = CostModel(measured.cost_model).scaled(compute=30, bandwidth=30, overhead=30)
     told = check(measured.model_copy(update={"cost_model": fast.facts}), tmp_path, capsys, "--budget", "1s")
     assert all(r["difference"] == pytest.approx(29, rel=0.2) for r in told["regions"])
     assert told["sentence"].startswith("stale: ")

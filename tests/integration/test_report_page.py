@@ -134,7 +134,7 @@ def disturbed(evidence: Evidence) -> Evidence:
     profile, base = evidence.profile, evidence.profile.baseline
     assert base is not None and profile.cost_model is not None
     defaults = Setting(knobs=base.knobs, why="of those measured", point=base)
-    slow = CostModel.from_facts(profile.cost_model).scaled(compute=0.1, bandwidth=0.1, overhead=0.1)
+    slow = CostModel(profile.cost_model).scaled(compute=0.1, bandwidth=0.1, overhead=0.1)
     settings = {"interactive": defaults, "balanced": profile.settings["balanced"], "throughput": defaults}
     return replace(evidence, profile=profile.model_copy(update={"settings": settings, "cost_model": slow.facts}))
 

@@ -18,6 +18,7 @@ from autotune.profiling.callable import CallableTarget, identity
 from autotune.profiling.calls import measure_calls
 from autotune.profiling.study import open_study
 from runtime import SLO
+from runtime.errors import InputError
 from tests.integration.killing import measured
 from tests.unit.callable_world import Ticking, interrupt_when_measured, new_study, question, subject
 
@@ -163,3 +164,20 @@ def test_a_function_that_fails_leaves_nothing_behind(folder: Path, capsys: pytes
     assert run(ARGUMENTS) == 2
     assert "failed with 4 of the inputs" in capsys.readouterr().err
     assert not list(folder.glob("embed.*"))
+
+
+@pytest.mark.slow
+def test_a_profile_that_cannot_be_written_costs_nothing_that_was_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any) -> None:
+        raise InputError("embed.yaml cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("autotune.profile.callable.save_callable_profile", full)
+        assert run(ARGUMENTS) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    before = measured(folder / "embed.journal")
+    assert before and not (folder / "embed.yaml").exists()
+    assert run(ARGUMENTS) in (0, 1)
+    assert load_callable_profile(folder / "embed.yaml").points and not (folder / "embed.journal").exists()

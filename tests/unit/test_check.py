@@ -277,7 +277,7 @@ def test_stopping_and_nothing_to_compare(facts: CostFacts) -> None:
     with pytest.raises(Interrupted):
         checked(facts, slow_cpu, stop=lambda: True)
     with pytest.raises(EvaluationError, match="no step came about"):
-        compare([[], []], CostModel.from_facts(facts), 0.1, 1.0)
+        compare([[], []], CostModel(facts), 0.1, 1.0)
 
 
 def test_it_is_told_as_one_object(facts: CostFacts) -> None:

@@ -64,6 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--cpu", "--gpu"], "--cpu and --gpu are both given"),
         (["--cpu", "--out", "nowhere/x.yaml"], "--out: nowhere/x.yaml cannot be written: there is no directory nowhere"),
         (["--cpu", "--out", "x.txt"], "--out: x.txt must end in .yaml"),
+        (["--cpu", "--out", "a.yaml", "--study", "./a.yaml"], "--study: a.yaml is what --out writes; name another file"),
         (["--cpu", "--study", "/"], "--study: / is a directory; name a file"),
         (["--cpu", "--model", "./no-such-model"], "model ./no-such-model: "),
         (["--cpu", "--dtype", "float7"], "--dtype is float7; it must be one of auto, float32, bfloat16, float16"),

@@ -219,7 +219,7 @@ def test_scaling_moves_each_group_alone() -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, "plateaus"])
 def test_facts_give_back_the_same_model(family: str) -> None:
     model = fit_cost_model(measured(FAMILIES.get(family, plateaus)))
-    read = CostModel.from_facts(CostFacts.model_validate_json(model.facts.model_dump_json()))
+    read = CostModel(CostFacts.model_validate_json(model.facts.model_dump_json()))
     copied = pickle.loads(pickle.dumps(model))
     assert read.facts == copied.facts == model.facts
     for step in unseen(50):

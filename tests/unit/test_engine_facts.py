@@ -22,7 +22,7 @@ from tests.unit.simulated_profile import EVEN, profiled, scenario
 def test_the_prefix_cache_is_simulated_as_the_engine_has_it(prefix_cache: Any, simulated: bool) -> None:
     facts = profiled().cost_model
     assert facts is not None
-    model, cost = FakeModel(), CostModel.from_facts(facts)
+    model, cost = FakeModel(), CostModel(facts)
     with Engine(model, executor=FakeExecutor(), kv_tokens=4096, block_size=32, prefix_cache=prefix_cache) as engine:
         scenario = Simulator.of(cost, engine, parse_workload(EVEN), setup()).scenario
         assert engine.facts.prefix_cache is simulated is scenario.prefix_cache

@@ -24,6 +24,7 @@ from autotune.engines.vllm.named import NamedVllm
 from autotune.profile.fingerprint import machine, measured_on_another
 from autotune.profiling.pool import started
 from autotune.profiling.study import open_study
+from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.tunable import ModelInfo
@@ -358,3 +359,19 @@ def test_how_an_engine_is_another() -> None:
     facts = sample_profile(engine={"name": "vllm", "version": "0.32.0"}).engine
     assert measured_on_another(facts, "vllm", "0.32.0") == ""
     assert measured_on_another(facts, "vllm", "0.33.0") == "profile was measured on vllm 0.32.0, not on vllm 0.33.0"
+
+
+def test_a_study_is_of_the_requests_that_a_trace_holds_and_not_of_its_name(vllm: ModuleType, tmp_path: Path) -> None:
+    trace = tmp_path / "a.csv"
+
+    def about() -> dict[str, Any]:
+        load = parse_workload(f"azure-conv:{trace}")
+        asked = replace(requested(loaded()), spec=load.name, question=question(workload=load))
+        return asked.identity
+
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    trace.write_text(header + "0,10,5\n1,20,5\n")
+    before = about()
+    assert about() == before
+    trace.write_text(header + "0,10,5\n1,21,5\n")
+    assert about() != before and about() | {"requests": before["requests"]} == before

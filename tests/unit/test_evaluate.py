@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
 from autotune.workload.replay import ReplayReport
+from runtime.errors import DeviceError, EngineClosedError
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult
@@ -332,3 +334,35 @@ def test_a_source_without_a_hash_is_served() -> None:
             return (Arrival(n / self.rate, 4, 2, ((n, 4),)) for n in range(10**9))
 
     assert len(offered(replace(parse_workload(WORKLOAD), source=Own(), limit=None), 0, 2.0)) == 20
+
+
+def test_a_setting_above_ceilings_that_memory_has_lowered_is_not_measured_as_another() -> None:
+    with paced() as engine:
+        lowered = replace(engine.limits, token_budget=64, chunk_size=64)
+        engine._settings.limit(lowered)  # type: ignore[attr-defined]
+        with pytest.raises(EvaluationError, match=r"out of memory: the engine's limits fell to .*'token_budget': 64"):
+            measure(engine)
+
+
+def test_an_engine_that_closes_is_no_score_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with paced() as engine:
+        execute, steps = engine.executor.execute, itertools.count()
+
+        def dies(plan: StepPlan, now: float, until: float) -> StepResult:
+            if next(steps) == 3:  # while it warms up
+                raise DeviceError("cuda:0 is lost")
+            return execute(plan, now, until)
+
+        monkeypatch.setattr(engine.executor, "execute", dies)
+        with pytest.raises(EngineClosedError, match="the engine closed while it was measured"):
+            measure(engine, warmup=0.3, duration=0.6)
+
+
+def test_a_request_that_fails_while_the_engine_warms_up_fails_the_measurement_too() -> None:
+    def sample(sequence: Sequence) -> int:
+        if str(sequence.request.id).endswith("-0"):
+            raise ArithmeticError("the weights melted")
+        return count_up(sequence)
+
+    with paced(sample=sample) as engine, pytest.raises(EvaluationError, match="the weights melted"):
+        measure(engine)

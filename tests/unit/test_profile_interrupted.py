@@ -16,6 +16,7 @@ from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
 from autotune.profiling.stages.engine_validation import EngineValidation
+from runtime.errors import EngineClosedError
 from runtime.knobs import Knobs
 from tests.unit.profiled_machine import LIMITS, SCHEDULE, question, session
 from tests.unit.profiles import profile
@@ -212,3 +213,53 @@ def test_a_live_engine_serves_a_load_before_the_first_measurement(
     loads.clear()
     session(journal, measured)
     assert not loads, "nothing is left to measure, so nothing is warmed up"
+
+
+def test_stopped_before_anything_is_measured_at_a_new_rate_there_is_a_profile_all_the_same(given: Findings) -> None:
+    """Settings are then chosen from the trials, and what they are chosen from is in the profile."""
+    assert given.setup is not None
+    rate = given.setup.rate * 1.25
+    stopped = replace(
+        given, measured={}, paired=[], stopped=True, expected={}, baseline=None, confidence=None, capacity=None,
+        setup=given.setup.model_copy(update={"rate": rate}),
+        candidates=[point.model_copy(update={"rate": rate}) for point in given.candidates],
+    )  # fmt: skip
+    assert profile(stopped, question()).status == "stopped"
+
+
+def test_what_was_compared_at_one_rate_stands_until_something_is_measured_at_another(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = session(journal)
+    assert whole.setup is not None and whole.validated_at(whole.setup.rate)
+
+    def elsewhere(self: Any, setup: Any) -> Any:
+        raised = setup.model_copy(update={"rate": setup.rate * 1.25})
+        self._context.found.setup = raised
+        raise Interrupted("interrupted")
+
+    monkeypatch.setattr("autotune.profiling.session.Session._measure", elsewhere)
+    stopped, _ = session(journal)
+    assert stopped.stopped and stopped.setup is not None and stopped.setup.rate == whole.setup.rate
+    assert {run.knobs for run in stopped.validated_at(stopped.setup.rate)} == {
+        run.knobs for run in whole.validated_at(whole.setup.rate)
+    }
+
+
+def test_an_engine_that_closes_ends_the_session_with_what_was_found(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def dies(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
+        if next(calls) == 2:
+            raise EngineClosedError("cuda:0 is lost")
+        return evaluate(engine, knobs, *args, **options)
+
+    monkeypatch.setattr(measuring, "evaluate", dies)
+    found, _ = session(journal)
+    assert found.stopped and found.fault == "cuda:0 is lost" and found.runs
+    assert profile(found, question()).status == "stopped"
+    monkeypatch.setattr(measuring, "evaluate", evaluate)
+    again, _ = session(journal)
+    assert not again.stopped and {*found.measured} <= {*again.measured}

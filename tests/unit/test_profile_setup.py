@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from autotune.measure.evaluate import Interrupted
-from autotune.profiling.calibrate import draw_setup, request_alone
+from autotune.profiling.calibrate import Alone, draw_setup, request_alone
+from autotune.profiling.points import points
 from autotune.profiling.setup import (
     MOST_RATE,
     TARGET_RATE,
     Setup,
+    alike_under,
     balanced_seeds,
     default_slo,
     fitted_knobs,
@@ -27,7 +29,8 @@ from autotune.profiling.setup import (
 )
 from autotune.profiling.timing import Meter, Schedule
 from autotune.simulate import SimulatedEngine
-from autotune.workload import parse_workload
+from autotune.workload import Workload, parse_workload
+from autotune.workload.traces import Trace, TraceRow
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from runtime.slo import SLO
@@ -182,9 +185,41 @@ def test_no_more_is_offered_than_can_be_sent_or_than_there_is() -> None:
 def test_a_rate_that_brings_nothing_into_the_window_is_refused(tmp_path: Path) -> None:
     short = parse_workload("fixed:rate=1,prompt=8,output=2,limit=101")
     with pytest.raises(
-        InputError, match=r"at 1000 requests/s none falls into the window, 0\.5 to 3\.5 s after the start"
+        InputError,
+        match=r"--rate is 1000, but fixed:.* lasts for at most 28\.57 requests/s: a measurement takes 3\.5 s",
     ):
         session(tmp_path / "a.journal", question(rate=1000.0, workload=short))
+
+
+def test_too_few_requests_are_said_before_anything_is_measured(tmp_path: Path) -> None:
+    few = parse_workload("fixed:rate=1,prompt=8,output=2,limit=5")
+    engine = machine()
+    with pytest.raises(InputError, match="5 requests are too few to compare settings; it takes"):
+        session(tmp_path / "a.journal", question(rate=None, workload=few), engine=engine)
+    assert engine.clock.now() == 0.0
+
+
+@pytest.mark.parametrize("spelling", ["azure-conv:length=1", "azure-conv"])
+def test_lengths_that_are_given_as_they_are_stay_so_on_a_slow_machine(spelling: str) -> None:
+    slow = Padded(slow=100.0)
+    made = draw_setup(
+        machine(slow), FACTS, parse_workload(spelling), slow, Alone(ttft=1.0, tpot=0.5, prompt_tokens=100), seed=0,
+        slo=TARGETS, rate=None, window_s=3.0, warmup_s=0.5,
+    )  # fmt: skip
+    assert (made.length_scale == 1.0) == (spelling != "azure-conv")
+
+
+def test_a_replayed_trace_is_validated_under_one_seed_and_no_request_counts_twice(tmp_path: Path) -> None:
+    rows = tuple(TraceRow(time=i / 20, prompt_tokens=40 + i % 7, output_tokens=6) for i in range(200))
+    load = Workload("trace", "", Trace("a.csv", rows))
+    assert alike_under(load, range(5), 0.5, 3.0) and not alike_under(parse_workload("azure-conv"), range(5), 0.5, 3.0)
+    found, _ = session(tmp_path / "a.journal", question(rate=20.0, workload=load))
+    assert found.setup is not None and len(found.setup.validation_seeds) == 1
+    validated = [run for run in found.runs if run.stage == "validation"]
+    again = {run.knobs: [each for each in validated if each.knobs == run.knobs] for run in validated}
+    several = max(again.values(), key=len)
+    assert len(several) > 1, "the best is measured again, for the noise"
+    assert points(several)[0].offered == several[0].score.offered
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_measured_once_whatever_happens(shared: SharedStorage, tmp_path: Path, k
         with open_study(place, IDENTITY) as study:
             assert study.measured("a", run) == {"run": 1}
             with pytest.raises(EvaluationError, match="out of memory"):
-                study.measured("b", lambda: run(EvaluationError("out of memory")))
+                study.measured("run/b", lambda: run(EvaluationError("out of memory")))
     assert calls == 2
     with open_study(place, IDENTITY) as study:
         for fault in (Interrupted("interrupted"), KeyboardInterrupt()):
@@ -199,7 +199,7 @@ def test_measured_once_whatever_happens(shared: SharedStorage, tmp_path: Path, k
                 study.measured("c", lambda fault=fault: run(fault))
         assert study.measured("c", run) == {"run": 5}
         assert study.measurements.results() == [("a", {"run": 1}), ("c", {"run": 5})]
-        assert study.measurements.find("b") is None and study.measurements.find("c") == {"run": 5}
+        assert study.measurements.find("run/b") is None and study.measurements.find("c") == {"run": 5}
         assert (study.count("n"), study.count("n"), study.count("m")) == (0, 1, 0)
 
 
@@ -273,3 +273,18 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < until, "it did not come about"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["journal", "database"])
+def test_what_failed_for_the_machines_state_is_tried_again(shared: SharedStorage, tmp_path: Path, kind: str) -> None:
+    place = shared if kind == "database" else tmp_path / "a.journal"
+
+    def busy() -> dict[str, int]:
+        raise EvaluationError("no step for 60 s")
+
+    for _ in range(2):
+        with open_study(place, IDENTITY) as study, pytest.raises(EvaluationError, match="no step for 60 s"):
+            study.measured("calibration", busy)
+    with open_study(place, IDENTITY) as study:
+        assert not study.measurements.known("calibration")
+        assert study.measured("calibration", lambda: {"steps": 3}) == {"steps": 3}

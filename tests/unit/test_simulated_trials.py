@@ -166,3 +166,8 @@ def test_processes_end_with_the_one_that_began_them() -> None:
 def test_numbers_that_make_no_sense(options: dict[str, int]) -> None:
     with pytest.raises(InputError, match="must be at least 1"):
         tried(**options)
+
+
+def test_processes_that_ctrl_c_ends_before_they_begin_are_an_interruption() -> None:
+    with pytest.raises(Interrupted), InProcesses(Stillborn(), 2, lambda: True):
+        pass

@@ -127,7 +127,7 @@ def test_control_with_a_profile_begins_warm(tmp_path: Path) -> None:
     loaded = load_profile(path)
     assert loaded.cost_model is not None
     step = StepFeatures(32, 32 * 500, 512, 512, 512 * 513 // 2)
-    assert CostModel.from_facts(loaded.cost_model).predict(step) == pytest.approx(h200(step), rel=0.03)
+    assert CostModel(loaded.cost_model).predict(step) == pytest.approx(h200(step), rel=0.03)
     engine = SimulatedEngine(h200)
     with control(engine, slo="ttft=500ms,tpot=30ms", profile=path) as attached:
         assert isinstance(attached.controller, PredictiveController)

@@ -213,3 +213,32 @@ def test_any_trace_written_comes_back(tmp_path_factory, rows) -> None:
     path.write_text(HEADER + "".join(f"{t!r},{p},{o}\n" for t, p, o in rows))
     made: list[Arrival] = list(Trace("t", tuple(read_azure(path))).generate((0, 0)))
     assert [(a.time, a.prompt_tokens, a.output_tokens) for a in made] == [(t - rows[0][0], p, o) for t, p, o in rows]
+
+
+def test_a_column_that_is_there_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens,ContextTokens\n0,10,5,20\n")
+    with pytest.raises(InputError, match="line 1: column ContextTokens is there 2 times; it must be there once"):
+        read_azure(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (
+            {"timestamp": 10**400, "input_length": 1, "output_length": 1},
+            "timestamp is 1000.*; it must be a number of ms",
+        ),
+        (
+            {"timestamp": 0, "input_length": 10**400, "output_length": 1},
+            "input_length is 1000.*, at least 1 and at most 1000000000",
+        ),
+        (
+            {"timestamp": 0, "input_length": 1, "output_length": 10**10},
+            "output_length is 10000000000; it must be a whole number",
+        ),
+    ],
+)
+def test_numbers_that_nothing_can_be_counted_in(tmp_path: Path, row: dict[str, int], complaint: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=f"line 1: {complaint}"):
+        read_mooncake(tmp_path / "a.jsonl")

@@ -14,7 +14,7 @@ from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
-from autotune.profiling.study import SweepStudy, measured_run
+from autotune.profiling.study import RUN, SweepStudy, measured_run
 from autotune.profiling.target import Measurement, OfferedLoad, ProfilingTarget, Simulates
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock
@@ -36,7 +36,7 @@ class MeasurementRequest(Generic[SettingT]):
     @property
     def key(self) -> str:
         """What the study keeps it under."""
-        return f"run/{self.stage}/{self.setting}/{self.rate:g}/{self.seed}/{self.repeat}"
+        return f"{RUN}{self.stage}/{self.setting}/{self.rate:g}/{self.seed}/{self.repeat}"
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
     def recall(self) -> None:
         """Have in ``found`` what an earlier session measured and this one has not come to."""
         for key, stored in self.study.measurements.results():
-            if key.startswith("run/"):
+            if key.startswith(RUN):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
     def _measure(self, request: MeasurementRequest[SettingT], setup: SetupT, label: str) -> Run:

@@ -94,7 +94,7 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         finally:
             self._conclude()
         if not self._runs and self._failed and not self._before:
-            raise EvaluationError(next(iter(self._failed.values())))
+            raise EvaluationError(f"{next(iter(self._failed.values()))}; --fresh measures anew")
         if self._runs and context.found.setup is not None:
             context.found.setup = context.found.setup.model_copy(update={"speed": self._learned_speed()})
         done, _ = context.found.validated

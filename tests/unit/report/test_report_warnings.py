@@ -28,9 +28,7 @@ def slower(evidence: Evidence, speed: float) -> Profile:
     """The profile with a cost model that is ``speed`` times as fast in everything."""
     facts = evidence.profile.cost_model
     assert facts is not None
-    return changed(
-        evidence, cost_model=CostModel.from_facts(facts).scaled(compute=speed, bandwidth=speed, overhead=speed).facts
-    )
+    return changed(evidence, cost_model=CostModel(facts).scaled(compute=speed, bandwidth=speed, overhead=speed).facts)
 
 
 def test_a_simulation_where_nothing_meets_the_slo_says_nothing_of_knobs(evidence: Evidence) -> None:
