@@ -51,14 +51,14 @@ class SamplingParams:
         _within("repetition_penalty", self.repetition_penalty, 0.001, 100)
         _within("seed", self.seed, -(2**63), 2**63 - 1, integer=True, optional=True)
         _within("logprobs", self.logprobs, 0, 100, integer=True, optional=True)
-        if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in self.stop if isinstance(s, str)):
-            longest = max(len(s) for s in self.stop if isinstance(s, str))
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; every stop string must be non-empty text")
+        longest = max(map(len, self.stop), default=0)
+        if len(self.stop) > MAX_STOPS or longest > MAX_STOP_LENGTH:
             raise ValueError(
                 f"stop has {len(self.stop)} texts of up to {longest} characters; it must have at most {MAX_STOPS} of at most "
                 f"{MAX_STOP_LENGTH}"
             )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ValueError(f"stop is {self.stop!r}; every stop string must be non-empty text")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; it must have at most {MAX_STOP_TOKEN_IDS}"

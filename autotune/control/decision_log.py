@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
-from runtime.shared.json_lines import CUT, cut_off, holds_something_else, whole_lines
+from runtime.shared.json_lines import drop_cut_line, holds_something_else, whole_lines
 
 VERSION = 1
 _IN_MEMORY = 1024  # decisions
@@ -89,7 +89,6 @@ class DecisionLog:
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         if path is not None:
-            self._cut = cut_off(path)
             file = open_to_append(path)
             self._writer = threading.Thread(target=self._write, args=(path, file), name="decision log", daemon=True)
             self._writer.start()
@@ -149,8 +148,6 @@ class DecisionLog:
         """On the writer's thread."""
         try:
             with file or open(path, "a", encoding="utf-8") as out:  # a pipe opens when somebody reads it
-                if self._cut:  # a run was cut off while it wrote
-                    out.write(CUT)
                 while (decision := self._next()) is not None:
                     out.write(decision.as_json() + "\n")
                     if self._queue.empty():
@@ -179,6 +176,7 @@ def open_to_append(path: str | Path) -> TextIO | None:
             return None
         if holds_something_else(path, "action", "cause"):
             raise InputError(f"log: {path} exists and is no decision log; name another file")
+        drop_cut_line(path)
         return open(path, "a", encoding="utf-8")
     except OSError as error:
         raise InputError(f"log: {path} cannot be written: {error.strerror}") from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,6 @@ PUBLISHED: Mapping[str, str | None] = {
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
 """Preset → hub id of the published model of the same shape; None where nobody has published such weights."""
-
-_MODEL = ("model", "model-path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ class Export:
             raise InputError(f"--diff: {path} is not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(found, dict):
             raise InputError(f"--diff: {path} is no configuration of {self.target.title}: it holds no names and values")
-        theirs = {_spelled(key): value for key, value in flat(found).items()}
+        theirs = {_spelled(str(key)): value for key, value in (*flat(found).items(), *found.items())}
         return {
             key: (theirs.get(_spelled(key)), value)
             for key, value in self.written.items()
-            if key not in _MODEL and theirs.get(_spelled(key)) != value
+            if key not in self.target.facts["model"].keys and not _alike(theirs.get(_spelled(key)), value)
         }
 
     def as_dict(self, path: Path) -> dict[str, Any]:
@@ -221,6 +221,14 @@ def _refuse_losses(target: ExportTarget, entries: tuple[Entry, ...], allow_lossy
     if lost and not allow_lossy:
         have, drops = ("has", "it") if len(lost) == 1 else ("have", "them")
         raise InputError(f"{' and '.join(lost)} {have} no counterpart in {target.title}; --allow-lossy drops {drops}")
+
+
+def _alike(theirs: Any, value: Value) -> bool:
+    """A mapping may also be written as JSON."""
+    if isinstance(theirs, Mapping) and isinstance(value, str):
+        with suppress(ValueError):
+            return bool(theirs == json.loads(value))
+    return bool(theirs == value)
 
 
 def _spelled(key: str) -> str:

@@ -14,10 +14,25 @@ def no_chunk_needed(source: EngineSource) -> str:
     """Why no prompt would be cut by ``chunk_size``, or ""."""
     chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.max_model_len
     if chunk >= budget:
-        return f"it is not below token_budget {budget}, so it cuts nothing and no threshold is needed"
+        return f"it is not below token_budget {budget}, so it cuts nothing"
     if chunk >= longest:
-        return f"no prompt is longer than {longest} tokens, so it cuts nothing and no threshold is needed"
+        return f"no prompt is longer than {longest} tokens, so it cuts nothing"
     return ""
+
+
+def sequences(key: str) -> Row[EngineSource]:
+    """Most sequences of a step, which holds at least one token of each."""
+
+    def cut(source: EngineSource) -> str:
+        knobs = source.knobs
+        if knobs.max_batch_size <= knobs.token_budget:
+            return ""
+        return f"a step holds at least one token of each sequence, so token_budget {knobs.token_budget} is the bound"
+
+    def write(source: EngineSource) -> Written:
+        return {key: min(source.knobs.max_batch_size, source.knobs.token_budget)}
+
+    return Row(Fit.EXACT, (key,), write, about=cut)
 
 
 def no_wait(source: Source) -> str:

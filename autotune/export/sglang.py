@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same
+from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 
@@ -47,14 +47,14 @@ SGLANG = ExportTarget(
     filename="sglang.yaml",
     suffixes=(".yaml", ".yml"),
     knobs={
-        "max_batch_size": same("max-running-requests", lambda s: s.knobs.max_batch_size),
+        "max_batch_size": sequences("max-running-requests"),
         "max_wait_ms": Row(Fit.UNSUPPORTED, said="SGLang has no such setting", harmless=no_wait),
         "token_budget": Row(
             Fit.APPROXIMATE,
             ("chunked-prefill-size", "max-prefill-tokens", "enable-mixed-chunk"),
             _budget,
-            said="SGLang counts a prompt's tokens in whole pages of its KV cache, and does not mix prompts with decodes while a "
-            "request wants log-probabilities",
+            said="SGLang counts a prompt's tokens in whole pages of its KV cache, of which this must be a multiple where a page "
+            "is more than a token, and does not mix prompts with decodes while a request wants log-probabilities",
             about=_about_budget,
         ),
         "chunk_size": Row(

@@ -1,8 +1,9 @@
-"""TensorRT-LLM, with its PyTorch backend: a YAML for ``trtllm-serve MODEL --config``.
+"""TensorRT-LLM, with its PyTorch backend: a YAML for ``trtllm-serve MODEL --extra_llm_api_options``.
 
-Keys and rules are read from its source: ``llmapi/llm_args.py``, ``commands/serve.py`` and ``_torch/pyexecutor``. Its
-``batch_wait_timeout_ms`` looks like ``max_wait_ms`` and is another: the loop that runs the steps sleeps before *every* step until
-``max_batch_size`` new requests are there or the time is up, and sequences that decode wait with it.
+Newer versions also call the option ``--config``. Keys and rules are read from its source: ``llmapi/llm_args.py``,
+``commands/serve.py`` and ``_torch/pyexecutor``. Its ``batch_wait_timeout_ms`` looks like ``max_wait_ms`` and is another: the
+loop that runs the steps sleeps before *every* step until ``max_batch_size`` new requests are there or the time is up, and
+sequences that decode wait with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import shlex
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same
+from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST
@@ -30,22 +31,27 @@ def _drafts(source: EngineSource) -> Written:
 TENSORRT_LLM = ExportTarget(
     name="tensorrt-llm",
     title="TensorRT-LLM",
-    version="1",
+    version="1.3",
     filename="tensorrt-llm.yaml",
     suffixes=(".yaml", ".yml"),
     knobs={
-        "max_batch_size": same("max_batch_size", lambda s: s.knobs.max_batch_size),
+        "max_batch_size": sequences("max_batch_size"),
         "max_wait_ms": Row(
             Fit.UNSUPPORTED,
             said="TensorRT-LLM's batch_wait_timeout_ms delays every step, decodes too, until max_batch_size requests came",
             harmless=no_wait,
         ),
-        "token_budget": same("max_num_tokens", lambda s: s.knobs.token_budget),
+        "token_budget": Row(
+            Fit.APPROXIMATE,
+            ("max_num_tokens",),
+            lambda s: {"max_num_tokens": s.knobs.token_budget},
+            said="TensorRT-LLM cuts prompts at whole blocks of its KV cache: less than a block of a step stays empty",
+        ),
         "chunk_size": Row(
             Fit.APPROXIMATE,
             ("enable_chunked_prefill",),
             lambda s: {"enable_chunked_prefill": True},
-            said="TensorRT-LLM cuts a prompt where the step's tokens end, and nowhere before",
+            said="TensorRT-LLM cuts a prompt where the step's tokens end, and has no bound below that",
             harmless=no_chunk_needed,
         ),
         "draft_tokens": Row(
@@ -72,6 +78,6 @@ TENSORRT_LLM = ExportTarget(
     constraints=(known_dtype,),
     render=yaml_file,
     command=lambda model, path: (
-        f"trtllm-serve {'MODEL' if model is None else shlex.quote(model)} --config {shlex.quote(path)}"
+        f"trtllm-serve {'MODEL' if model is None else shlex.quote(model)} --extra_llm_api_options {shlex.quote(path)}"
     ),
 )

@@ -7,9 +7,6 @@ describe their models (unless it is started with ``--disable-auto-complete-confi
 
 from __future__ import annotations
 
-import shlex
-from pathlib import PurePath
-
 from autotune.export.files import protobuf_text
 from autotune.export.rows import FACTS_OF_THE_MODEL, as_calls, batches_calls, no_cost, no_wait
 from autotune.export.source import CallableSource, Source
@@ -31,10 +28,14 @@ def _instances(source: CallableSource) -> Written:
     return {"instance_group.count": source.profile.replicas}
 
 
-def _command(model: str | None, path: str) -> str:
-    home = shlex.quote(f"REPOSITORY/{'MODEL' if model is None else PurePath(model).name}")
+def _where(source: Source) -> str:
+    return "the lines belong into config.pbtxt of the model in the repository, beside its backend, inputs and outputs"
+
+
+def _each_gpu(source: CallableSource) -> str:
+    gpu = source.profile.machine.gpu
     return (
-        f"mkdir -p {home} && cp {shlex.quote(path)} {home}/config.pbtxt && tritonserver --model-repository REPOSITORY"
+        "" if gpu is not None and gpu.count > 1 else "on a machine with one GPU or none, as here, that is all of them"
     )
 
 
@@ -47,18 +48,24 @@ TRITON = ExportTarget(
     filename="config.pbtxt",
     suffixes=(".pbtxt",),
     knobs=as_calls(
-        Row(Fit.APPROXIMATE, ("max_batch_size",), _batch, said=batches_calls("Triton")),
+        Row(Fit.APPROXIMATE, ("max_batch_size",), _batch, said=batches_calls("Triton"), about=_where),
         Row(Fit.APPROXIMATE, _DELAY, _delay, said="Triton waits for requests, not for their tokens", harmless=no_wait),
         "Triton",
     ),
     facts=FACTS_OF_THE_MODEL,
     calls={
-        "replicas": Row(Fit.EXACT, ("instance_group.count",), _instances),
-        "max_batch_size": Row(Fit.EXACT, ("max_batch_size",), _batch),
+        "replicas": Row(
+            Fit.APPROXIMATE,
+            ("instance_group.count",),
+            _instances,
+            said="Triton makes so many for each GPU that it sees",
+            harmless=_each_gpu,
+        ),
+        "max_batch_size": Row(Fit.EXACT, ("max_batch_size",), _batch, about=_where),
         "max_wait_ms": Row(Fit.EXACT, _DELAY, _delay),
         "token_budget": Row(Fit.UNSUPPORTED, said="Triton counts requests, whatever they cost", harmless=no_cost),
     },
     constraints=(),
     render=protobuf_text,
-    command=_command,
+    command=lambda model, path: "tritonserver --model-repository REPOSITORY",
 )

@@ -12,7 +12,7 @@ import shlex
 from typing import NamedTuple
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import known_dtype, no_chunk_needed, no_wait, same
+from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
@@ -24,28 +24,11 @@ GIB = 2**30
 _NGRAM = {"method": "ngram", "prompt_lookup_min": SHORTEST, "prompt_lookup_max": LONGEST}
 
 
-def _sequences(source: EngineSource) -> Written:
-    return {"max-num-seqs": min(source.knobs.max_batch_size, source.knobs.token_budget)}
-
-
-def _about_sequences(source: EngineSource) -> str:
-    if source.knobs.max_batch_size <= source.knobs.token_budget:
-        return ""
-    return (
-        f"a step holds at least one token of each sequence, so token_budget {source.knobs.token_budget} is the bound; "
-        "vLLM refuses more"
-    )
-
-
 def _chunks(source: EngineSource) -> Written:
     written: dict[str, bool | int] = {"enable-chunked-prefill": True}
     if not no_chunk_needed(source):
         written["long-prefill-token-threshold"] = source.knobs.chunk_size
     return written
-
-
-def _no_drafts(source: EngineSource) -> str:
-    return "value 0 loses nothing: vLLM drafts none unless it is told to" if source.knobs.draft_tokens == 0 else ""
 
 
 def _drafts(source: EngineSource) -> Written:
@@ -165,7 +148,7 @@ VLLM = ExportTarget(
     filename="vllm.yaml",
     suffixes=(".yaml", ".yml"),
     knobs={
-        "max_batch_size": Row(Fit.EXACT, ("max-num-seqs",), _sequences, about=_about_sequences),
+        "max_batch_size": sequences("max-num-seqs"),
         "max_wait_ms": Row(Fit.UNSUPPORTED, said="vLLM has no such setting", harmless=no_wait),
         "token_budget": same("max-num-batched-tokens", lambda s: s.knobs.token_budget),
         "chunk_size": Row(
@@ -181,8 +164,8 @@ VLLM = ExportTarget(
             ("speculative-config",),
             _drafts,
             said="vLLM drafts for every sequence, whatever the step holds; here prompts go before drafts",
-            harmless=_no_drafts,
-            exact=lambda s: s.measured_there and bool(_no_drafts(s)),
+            harmless=no_drafts,
+            exact=lambda s: s.measured_there and bool(no_drafts(s)),
         ),
     },
     facts={

@@ -7,15 +7,30 @@ call for each event loop, not once an item.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from runtime.batching.item import RUNNING, Item
 from runtime.shared.wakeups import wake
+
+log = logging.getLogger(__name__)
+
+
+def _contained(fn: Callable[[Any], object], future: Future[Any]) -> None:
+    try:
+        fn(future)
+    except Exception:
+        raise  # Future itself logs it
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C, and no doing of the callback's
+        log.exception("a callback of a future raised")
 
 
 class ItemFuture(Future[Any]):
@@ -29,6 +44,14 @@ class ItemFuture(Future[Any]):
     _withdraw: Callable[[Item], bool]
     _raised_at: TracebackType | None = None  # of its exception
     _keeps: Any = None  # the batcher, which ends with the last who knows it, and the object whose method it calls
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Have ``fn`` called with this future when its item has ended, by whoever ends it, or at once if it has.
+
+        What it raises is logged, and keeps nobody else waiting: ``SystemExit`` too, where other futures contain ``Exception``
+        alone.
+        """
+        super().add_done_callback(partial(_contained, fn))
 
     def set_exception(self, exception: BaseException | None) -> None:
         """For the batcher: the item failed with ``exception``."""
@@ -68,7 +91,7 @@ class ItemFuture(Future[Any]):
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.done():
             waiter = asyncio.get_running_loop().create_future()
-            self.add_done_callback(lambda _: wake(waiter))
+            super().add_done_callback(lambda _: wake(waiter))
             try:
                 yield from waiter
             except asyncio.CancelledError:

@@ -112,7 +112,7 @@ def _as_completed(
     )  # each tells when it is over, so that nobody has to look at all of them
     for future in source:
         running[future] = None
-        future.add_done_callback(over.put)  # type: ignore[arg-type]  # it is called with the future itself
+        future.add_done_callback(over.put)
         while running and (len(running) >= most or not over.empty()):
             _press_for(next(iter(running)), pool)
             yield _next_over(over, running)

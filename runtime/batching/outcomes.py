@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from runtime.batching.item import ENDED, Call, Ended, Item
 from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
 from runtime.records import FinishReason, RequestRecord
 from runtime.shared.wakeups import Delivery
-
-log = logging.getLogger(__name__)
 
 _PLAIN = {int, float, str, bytes, bool, list, tuple, dict, type(None)}
 
@@ -89,16 +86,12 @@ def hand_out(
 
 
 def _settle(handle: Any, outcome: Any) -> None:
-    """What a callback of the client's raises is its own affair: others wait for theirs."""
-    try:
-        if isinstance(outcome, BaseException):
-            handle.set_exception(outcome)
-        elif outcome is SKIP or outcome is END:
-            handle.set_result(handle.outputs)
-        else:
-            handle.set_result(outcome)
-    except BaseException:  # a Future contains Exception itself
-        log.exception("a callback of a future raised")
+    if isinstance(outcome, BaseException):
+        handle.set_exception(outcome)
+    elif outcome is SKIP or outcome is END:
+        handle.set_result(handle.outputs)
+    else:
+        handle.set_result(outcome)
 
 
 def fail_lost(items: Sequence[Item], error: BaseException, now: float, epoch: int) -> list[RequestRecord]:

@@ -91,7 +91,7 @@ class Pool:
     def submit(self, item: Item, *, block: bool = False, patient: bool = False) -> bool:
         """Queue ``item``. Raises :class:`RejectedError`; where the queue is full it waits for room instead (``block``), or
         returns False, and the caller comes again with the same item (``patient``)."""
-        if os.getpid() != self.process:  # its threads stayed there, and one may hold the lock
+        if self._elsewhere:
             raise EngineClosedError(
                 f"the batcher was made in process {self.process}, before this one was forked; make it here"
             )
@@ -131,8 +131,15 @@ class Pool:
             self._timekeeper.watch(item.expires)
         return True
 
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this process was forked from the one that made it: the threads stayed there, and one may hold the lock."""
+        return os.getpid() != self.process
+
     def withdraw(self, item: Item) -> bool:
         """End ``item``, by its client's wish. False if it neither waits nor, with outputs that come one by one, runs."""
+        if self._elsewhere:
+            return False
         with self.lock:
             gone = self.core.forget(item) or (self._streams and self.core.leave(item))
             if gone:
@@ -184,6 +191,8 @@ class Pool:
 
     def stop(self, drain: bool) -> None:
         """As :meth:`close`, without waiting."""
+        if self._elsewhere:
+            return
         with self.lock:
             self.closed = True
             self.core.state.closing = True

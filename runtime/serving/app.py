@@ -204,7 +204,7 @@ class Api:
                 keep()
             except Exception as error:
                 if keep not in self._failing:
-                    log.error("housekeeping fails; the server goes on, and tries again: %r", error)
+                    log.error("housekeeping fails; the server goes on, and tries again: %s", error)
                 self._failing.add(keep)
             else:
                 self._failing.discard(keep)

@@ -7,16 +7,13 @@ import logging
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord, StepRecord
-from runtime.shared.json_lines import CUT, cut_off, holds_something_else, whole_lines
+from runtime.shared.json_lines import append, drop_cut_line, holds_something_else, whole_lines
 
 log = logging.getLogger(__name__)
-
-
-_MOST: Final = 100_000  # records that wait to be written; beyond, the oldest go
 
 
 class RecordLog:
@@ -26,15 +23,15 @@ class RecordLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._queue: deque[RequestRecord] = deque(maxlen=_MOST)
-        self._cut = cut_off(path)
+        self._path = path
+        self._queue: deque[RequestRecord] = deque()
+        if holds_something_else(path, "token_times"):
+            raise InputError(f"--records: {path} exists and holds no records of requests; name another file")
+        drop_cut_line(path)
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise InputError(f"--records: {path} cannot be written ({error.strerror or error})") from None
-        if holds_something_else(path, "token_times"):
-            self._file.close()
-            raise InputError(f"--records: {path} exists and holds no records of requests; name another file")
 
     def on_step(self, record: StepRecord) -> None:
         pass
@@ -43,15 +40,15 @@ class RecordLog:
         self._queue.append(record)
 
     def flush(self) -> None:
-        """Write what is queued. Raises ``OSError``, and what was queued is lost, where the disk is full."""
+        """Write what is queued. Raises ``OSError`` where that cannot be written, because the disk is full: then it is lost."""
         lines = [json.dumps(self._queue.popleft()._asdict()) + "\n" for _ in range(len(self._queue))]
         if not lines:
             return
-        left = memoryview("".join([CUT if self._cut else "", *lines]).encode())
-        self._cut = True  # until all of it is written
-        while left:
-            left = left[self._file.write(left) :]
-        self._cut = False
+        try:
+            append(self._file, "".join(lines))
+        except OSError as error:
+            lost = f"{len(lines)} records of requests are lost, for they cannot be written: {error.strerror}"
+            raise OSError(error.errno, lost, str(self._path)) from None
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +57,7 @@ class RecordLog:
         try:
             self.flush()
         except OSError as error:
-            log.error("--records: the last of them could not be written: %s", error)
+            log.error("--records: %s", error)
         self._file.close()
 
 

@@ -56,3 +56,4 @@ def end_process(code: int) -> NoReturn:
 
 
 atexit.register(_stop)
+os.register_at_fork(after_in_child=_RUNNING.clear)  # their threads stayed with the parent

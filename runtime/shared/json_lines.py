@@ -1,17 +1,17 @@
 """Files of JSON Lines that are appended to: whether one that exists holds lines of the same kind, and lines that were cut off.
 
-A writer that dies, or whose disk is full, leaves the beginning of a line. Who goes on behind it ends that line with
-:data:`CUT`, and readers leave it out.
+A writer that dies leaves the beginning of a line. Who goes on behind it takes that away first, and readers leave it out.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import Final
 
-CUT: Final = "\x18\n"  # "cancel", which JSON never holds as it is
+_TAIL = 1 << 16  # bytes that are looked at at a time, for the end of a line
 _FIRST_LINE = 1 << 20  # bytes of it that are looked at
 
 
@@ -30,23 +30,37 @@ def holds_something_else(path: str | Path, *keys: str) -> bool:
     return bool(first) and not (first.startswith(b"{") and all(f'"{key}":'.encode() in first for key in keys))
 
 
-def cut_off(path: str | Path) -> bool:
-    """Whether the file at ``path`` ends within a line. False for an empty file, and for what is no file or cannot be read."""
+def drop_cut_line(path: str | Path) -> None:
+    """Take away what is behind the last whole line of the file at ``path``; of what is no regular file, or not there, nothing."""
+    if not Path(path).is_file():
+        return
+    with suppress(OSError), open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - _TAIL)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+            end = begin + found + 1
+            if found >= 0:
+                break
+        file.truncate(end)
+
+
+def append(file: FileIO, text: str) -> None:
+    """Write ``text``, whole lines. Raises ``OSError`` where not all of it can be written, and leaves a regular file as it was."""
+    left = memoryview(text.encode())
+    before = os.fstat(file.fileno()).st_size
     try:
-        if not Path(path).is_file():
-            return False
-        with open(path, "rb") as file:
-            if not file.seek(0, os.SEEK_END):
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
+        while left:
+            left = left[file.write(left) or 0 :]
     except OSError:
-        return False
+        with suppress(OSError):  # a pipe
+            file.truncate(before)
+        raise
 
 
 def whole_lines(text: str) -> Iterator[tuple[int, str]]:
     """(number, line) of those in ``text`` that were written to their end and are not blank."""
-    lines = text.split("\n")
-    for number, line in enumerate(lines[:-1], 1):
-        if line.strip() and not line.endswith(CUT[0]):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        if line.strip():
             yield number, line

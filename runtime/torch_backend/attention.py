@@ -15,6 +15,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -191,8 +193,17 @@ def window_of(module: nn.Module, given: Any = _ABSENT) -> Any:
         return given
     if hasattr(module, "sliding_window"):
         return module.sliding_window
-    config = getattr(module, "config", None)
-    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    config: Any = getattr(module, "config", None)
+    kind: Any = type(config)
+    if config is None or not _declares_window(kind) or getattr(config, "layer_types", None):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+@cache
+def _declares_window(kind: type[Any]) -> bool:
+    """Whether configs of that class have a window of their own: each holds whatever else a file says, which no model reads."""
+    return "sliding_window" in signature(kind).parameters
 
 
 def terms_of(

@@ -205,12 +205,12 @@ class TorchExecutor:
             self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
             self._rows = DecodeRows(block_size, self.pool.pad_block)
             fuse_norms(loaded.model)
-            fuse_layers(loaded.model, backend.operations)
+            fuse_layers(loaded.model, backend.operations, loaded.max_model_len)
             backend.lay_out(loaded.model)
             self._operations = backend.operations
             self.attention = backend.attention(self.pool, loaded)
             self._prunes = self._keeps_logits and prunes(loaded.model)
-            self._chain: StraightModel | None = straight(loaded.model)
+            self._chain: StraightModel | None = straight(loaded.model, loaded.max_model_len)
             parts = tuple(loaded.model.modules())
             self._hooks: list[Any] = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
             self._serial = 0

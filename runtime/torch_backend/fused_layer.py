@@ -160,10 +160,11 @@ def _merged(*linears: nn.Linear) -> nn.Linear:
     return whole
 
 
-def fuse_layers(model: PreTrainedModel, operations: Operations) -> int:
+def fuse_layers(model: PreTrainedModel, operations: Operations, context: int | None = None) -> int:
     """Replace the decoder layers of ``model`` that :class:`FusedLayer` reproduces; returns how many. Harmless when repeated.
 
-    ``operations``: of its device, which each layer is tried with. To be called after the norms are fused and before linear
+    ``operations``: of its device, which each layer is tried with. ``context``: most tokens that are served (None: what the config
+    says), up to which they must be the same. To be called after the norms are fused and before linear
     layers are packed. Takes the memory of one layer's merged weights besides; of all of them where somebody else holds the old
     ones as well. Layers for which there is none keep their own code.
     """
@@ -180,7 +181,7 @@ def fuse_layers(model: PreTrainedModel, operations: Operations) -> int:
             last = at == len(layers) - 1 and len(layers) == model.config.get_text_config().num_hidden_layers
             try:
                 candidate = FusedLayer(layer, last)
-                same = _same(candidate, operations)
+                same = _same(candidate, operations, context or longest_of(model.config))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -239,7 +240,13 @@ def _fusable(layer: nn.Module, owners: dict[int, int]) -> bool:
     return len(found) == 2 and found[0].eps == found[1].eps
 
 
-def _same(candidate: FusedLayer, operations: Operations) -> bool:
+def longest_of(config: Any) -> int:
+    """Tokens of context that a model's config names; 0 if none."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else 0
+
+
+def _same(candidate: FusedLayer, operations: Operations, context: int) -> bool:
     """Whether ``candidate`` computes what its ``inner`` does, tried on a few random tokens; learns the terms of its attention."""
     inner: Any = candidate.inner
     attention = inner.self_attn
@@ -289,8 +296,7 @@ def _same(candidate: FusedLayer, operations: Operations) -> bool:
             if any(isinstance(option, Tensor) for option in seen[0].values()):
                 return False
             candidate.terms = _terms(attention, seen[0], candidate.dim)
-            longest = getattr(config, "max_position_embeddings", None) or 0
-            far = positions + max(0, longest - _PROBE_TOKENS)  # a layer may go by positions beside cosines and sines
+            far = positions + max(0, context - _PROBE_TOKENS)  # a layer may go by positions beside cosines and sines
             there = inner(x.clone(), attention_mask=None, position_ids=far, position_embeddings=(cos, sin))
             if not torch.equal(there, expected):
                 return False

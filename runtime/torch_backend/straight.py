@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from runtime.torch_backend.attention import StepInputs
-from runtime.torch_backend.fused_layer import FusedLayer, normed
+from runtime.torch_backend.fused_layer import FusedLayer, longest_of, normed
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,11 @@ class StraightModel:
         return logits
 
 
-def straight(model: nn.Module) -> StraightModel | None:
-    """``model`` as a :class:`StraightModel`, if all its layers are fused and that computes what its own forward does."""
+def straight(model: nn.Module, context: int | None = None) -> StraightModel | None:
+    """``model`` as a :class:`StraightModel`, if all its layers are fused and that computes what its own forward does.
+
+    ``context``: most tokens that are served, up to which it must; None: what the config says.
+    """
     base: Any = getattr(model, "model", None)
     if not isinstance(model, PreTrainedModel) or not isinstance(base, nn.Module):
         return None
@@ -102,7 +105,7 @@ def straight(model: nn.Module) -> StraightModel | None:
     device = next(base.parameters()).device
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device)[None] % model.config.get_text_config().vocab_size
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    last = max(0, (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0) - _PROBE_TOKENS)
+    last = max(0, (context or longest_of(model.config)) - _PROBE_TOKENS)
     try:
         with torch.inference_mode():
             same = all(  # at the end of the context, too: some models scale by the position

@@ -1,6 +1,6 @@
 """An environment with what reads exported files, but for vLLM: SGLang's Python, Triton's client and Ray Serve.
 
-``python -m tests.integration.export_environment`` makes it: some 300 MB. torch and what else this project has is taken from the
+``python -m tests.integration.export_environment`` makes it: some 600 MB. torch and what else this project has is taken from the
 environment that runs.
 """
 

@@ -290,12 +290,14 @@ def test_a_callback_that_raises_keeps_nobody_else_waiting(bad: type[BaseExceptio
         b.submit(0)
         futures = [b.submit(i) for i in range(3)]
         futures[0].add_done_callback(raises)
-        late = b.submit(9, timeout_s=0.01)
+        heard: list[object] = []
+        futures[0].add_done_callback(heard.append)
+        late = b.submit(9, timeout_s=0.3)
         late.add_done_callback(raises)
         with pytest.raises(RequestTimeoutError):
             late.result(30)
         gate.set()
-        assert [f.result(30) for f in futures] == [0, 1, 2]
+        assert [f.result(30) for f in futures] == [0, 1, 2] and heard == futures[:1]
         assert b.submit(7).result(30) == 7
 
 
@@ -309,15 +311,19 @@ def double(items):
     return [2 * item for item in items]
 
 assert double(2) == 4
+heard = []
+double.batcher._pool.lock.acquire()  # as by a worker, in the moment of the fork
 child = os.fork()
 if child == 0:
     try:
         double.submit(3).result(10)
     except EngineClosedError as error:
         assert "before this one was forked" in str(error), error
-        os._exit(0)
+        double.close()
+        sys.exit(7)  # as a process ends
     os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+double.batcher._pool.lock.release()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert double(4) == 8
 """
 

@@ -39,6 +39,8 @@ def test_everything_sglang_gets() -> None:
         "disable-radix-cache": False, "tp-size": 1, "max-running-requests": 24, "chunked-prefill-size": 192,
         "max-prefill-tokens": 192, "enable-mixed-chunk": True,
     }  # fmt: skip
+    fewer = made("sglang", Knobs(max_batch_size=256, token_budget=64, chunk_size=64))
+    assert fewer.written["max-running-requests"] == 64 and "is the bound" in note(fewer, "max_batch_size")
     assert any(line.startswith("chunk_size 128 tokens is dropped: SGLang bounds") for line in export.reports)
     assert export.command(Path("x.yaml")) == "python -m sglang.launch_server --config x.yaml"
     shape = export_of(sample_model(name="tiny"), "sglang")
@@ -60,7 +62,7 @@ def test_everything_tensorrt_llm_gets() -> None:
         "enable_chunked_prefill": True,
     }  # fmt: skip
     assert any(line.startswith("chunk_size 128 tokens is approximate: TensorRT-LLM cuts") for line in export.reports)
-    assert export.command(Path("x.yaml")) == "trtllm-serve meta-llama/Llama-3.1-8B --config x.yaml"
+    assert export.command(Path("x.yaml")) == "trtllm-serve meta-llama/Llama-3.1-8B --extra_llm_api_options x.yaml"
 
 
 def test_the_window_that_would_hold_back_decodes_is_not_written() -> None:
@@ -101,6 +103,15 @@ def test_a_diff_finds_keys_in_sections_and_leaves_the_model_out(tmp_path: Path) 
     assert not {"model", "kv_cache_config.enable_block_reuse"} & {*changes}
 
 
+def test_a_diff_knows_a_mapping_from_the_json_that_says_the_same(tmp_path: Path) -> None:
+    file, drafting = tmp_path / "mine.yaml", made("vllm", KNOBS.with_(draft_tokens=3))
+    lookup = "{method: ngram, prompt_lookup_min: 2, prompt_lookup_max: 8, num_speculative_tokens: %d}\n"
+    file.write_text("speculative-config: " + lookup % 3)
+    assert "speculative-config" not in drafting.changes_to(file)
+    file.write_text("speculative_config: " + lookup % 5)
+    assert drafting.changes_to(file)["speculative-config"][0]["num_speculative_tokens"] == 5
+
+
 def test_a_language_models_setting_for_batchers_of_calls() -> None:
     knobs = Knobs(max_batch_size=24, max_wait_ms=2.5, token_budget=192, chunk_size=192)
     triton, ray = made("triton", knobs), made("ray-serve", knobs)
@@ -109,7 +120,9 @@ def test_a_language_models_setting_for_batchers_of_calls() -> None:
         "max_ongoing_requests": 48, "user_config.max_batch_size": 24, "user_config.batch_wait_timeout_s": 0.0025
     }  # fmt: skip
     for reports in (triton.reports, ray.reports):
-        assert any(line.startswith("max_batch_size 24 sequences is approximate: a batch of") for line in reports)
+        assert any(
+            line.startswith("max_batch_size 24 sequences is approximate: ") and "a batch of" in line for line in reports
+        )
         assert any(line.startswith("token_budget 192 tokens is dropped") for line in reports)
         assert any(line.startswith("model, max_model_len, dtype, kv_pool") for line in reports), "on one line"
 
@@ -156,7 +169,7 @@ def test_a_callable_by_the_command_line(
     monkeypatch.chdir(tmp_path)
     save_callable_profile(profile_of(DYNAMIC), tmp_path / "embed.yaml")
     assert run(["export", "embed.yaml", "--to", "triton"]) == 0
-    assert "tritonserver --model-repository REPOSITORY" in capsys.readouterr().out
+    assert "start it with:  tritonserver --model-repository REPOSITORY" in capsys.readouterr().out
     text = (tmp_path / "config.pbtxt").read_text()
     assert "max_batch_size: 8\n" in text
     assert "dynamic_batching {\n  max_queue_delay_microseconds: 4000\n}\n" in text

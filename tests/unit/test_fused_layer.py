@@ -162,6 +162,24 @@ def test_a_window_that_is_in_the_models_mask_alone_holds_here_too() -> None:
     assert run(executor, work, KNOBS)[0] == expected
 
 
+def test_a_window_that_no_model_code_reads_is_none() -> None:
+    """A config holds whatever its file says."""
+    loaded = tiny("llama", sliding_window=20)
+    assert loaded.model.config.sliding_window == 20
+    work = [(p, 12) for p in prompts([3, 40, 31], seed=1)]
+    expected = [reference(tiny("llama"), p, n) for p, n in work]
+    executor = TorchExecutor(loaded, kv_blocks=60, block_size=8)
+    assert run(executor, work, KNOBS)[0] == expected
+
+
+@pytest.mark.parametrize(("context", "fused"), [(20, 2), (None, 0), (100, 0)])
+def test_layers_are_the_same_as_far_as_is_served(context: int | None, fused: int) -> None:
+    stretched = SCALED | {"original_max_position_embeddings": 64}
+    loaded = tiny("ministral3", rope_parameters=stretched, max_position_embeddings=64 if context == 100 else 128)
+    fuse_norms(loaded.model)
+    assert fuse_layers(loaded.model, Operations(), context) == fused
+
+
 def test_layers_of_a_text_model_in_a_larger_one_are_fused() -> None:
     """A composite config names its layers in the text's own."""
     config = LlavaConfig(

@@ -35,6 +35,7 @@ from runtime.request import Request, SamplingParams, Sequence
         ("stop_token_ids", 7, "stop_token_ids is 7; it must be a list of token ids"),
         ("stop_token_ids", [-1], "stop_token_ids is -1; it must be a whole number at least 0"),
         ("stop", ("a",) * 65, "stop has 65 texts of up to 1 characters; it must have at most 64 of at most 1024"),
+        ("stop", (1,) * 65, f"stop is {(1,) * 65!r}; every stop string must be non-empty text"),
         ("stop", "a" * 1025, "stop has 1 texts of up to 1025 characters; it must have at most 64 of at most 1024"),
         ("stop_token_ids", range(257), "stop_token_ids has 257 ids; it must have at most 256"),
         ("stop_token_ids", ["a"], "stop_token_ids is 'a'; it must be a whole number at least 0"),
