@@ -168,6 +168,8 @@ def _sweep(
         f"\nprofile  {place}",
         f"next     autotune.load_callable_profile({str(place)!r}).options  what Batcher(fn, **options) is given",
         f"         autotune.control(batcher, profile={str(place)!r})        start a live batcher from it",
+        f"         autotune export {place} --to triton{'' if made.inputs.cost is None else ' --allow-lossy'}"
+        "        take it along, or --to ray-serve",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return DONE if made.slo_met else FELL_SHORT
