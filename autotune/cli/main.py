@@ -12,6 +12,7 @@ import typer.core
 from pydantic import ValidationError
 
 from autotune.cli import (
+    advise,
     bench,
     capacity,
     check,
@@ -72,6 +73,7 @@ for _panel, _name, _command, _help, _examples, _short in (
     (_FIND, "export", export.export, export.HELP, export.EXAMPLES, "Take a setting along to another engine."),
     (_ASK, "simulate", simulate.simulate, simulate.HELP, simulate.EXAMPLES, "What do settings do under another load?"),
     (_ASK, "capacity", capacity.capacity, capacity.HELP, capacity.EXAMPLES, "Up to which rate is an SLO met?"),
+    (_ASK, "advise", advise.advise, advise.HELP, advise.EXAMPLES, "What would suit a server that is up?"),
     (_ASK, "bench", bench.bench, bench.HELP, bench.EXAMPLES, "Compare control, defaults and settings, live."),
     (_LIVE, "serve", serve.serve, serve.HELP, serve.EXAMPLES, "Serve a model over HTTP; --slo tunes it."),
     (_LIVE, "watch", watch.watch, watch.HELP, watch.EXAMPLES, "Watch a live controller."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -172,3 +173,15 @@ def checked_knobs(given: Mapping[str, float]) -> dict[str, float]:
             except ValueError as error:
                 raise InputError(f"--{str(error).replace(spec.name, spec.name.replace('_', '-'), 1)}") from None
     return dict(given)
+
+
+def need_server_extra(verb: str) -> None:
+    """Raise one line that says which extra ``verb`` needs, if it is not there."""
+    try:
+        importlib.import_module("runtime.serving.run")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("runtime", "autotune"):
+            raise
+        raise InputError(
+            f"autotune {verb} needs the extra serve: pip install 'gpu-autotune[serve]' ({error.name} is not installed)"
+        ) from None

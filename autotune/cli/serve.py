@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from autotune.cli.options import (
     checked,
     checked_knobs,
     given_options,
+    need_server_extra,
     request_classes,
     with_knobs,
 )
@@ -166,7 +166,7 @@ def serve(
     from autotune.cli.target import check_dtype, loading
 
     if isinstance(serving, InProcess):
-        _need_extra()
+        need_server_extra("serve")
         print(loading(name, by.label), file=sys.stderr, flush=True)  # stdout is for whoever waits for the address
     if start_with is not None:
         _check_machine(start_with, device, anyway, controlled=target is not None and controlled is not False)
@@ -326,15 +326,3 @@ def _check_log(decisions: Path) -> None:
         raise InputError(f"--decisions: {str(error).removeprefix('log: ')}") from None
     if file is not None:
         file.close()
-
-
-def _need_extra() -> None:
-    """Raise one line that says which extra is needed, if it is not there."""
-    try:
-        importlib.import_module("runtime.serving.run")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in ("runtime", "autotune"):
-            raise
-        raise InputError(
-            f"autotune serve needs the extra serve: pip install 'gpu-autotune[serve]' ({error.name} is not installed)"
-        ) from None

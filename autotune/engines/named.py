@@ -175,6 +175,25 @@ class ByCommand:
     refuses: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerMetrics:
+    """What a server of an engine calls its metrics.
+
+    Gauges of requests that are ``running`` and ``waiting``, counters of those that ``ended`` and of ``preemptions``, and
+    histograms, over requests, of lengths in tokens and of latencies in seconds.
+    """
+
+    running: str
+    waiting: str
+    ended: str
+    preemptions: str
+    prompt_tokens: str
+    output_tokens: str
+    ttft_seconds: str
+    tpot_seconds: str
+    e2e_seconds: str
+
+
 # -- engines --------------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +205,7 @@ class NamedEngine:
     first) may import what takes seconds. ``check`` raises :class:`InputError`, which says what to do, where the engine is not
     installed. ``limits``: the ceilings that it always has; None: they are known when it has been loaded. ``default_model``: the
     one that suits a machine, where none is named; None: it must be named. ``takes_arguments``: whether --engine-arg is for it.
+    ``metrics``: what its servers call theirs; None: its settings are live, and nobody needs to look from outside.
     """
 
     name: str
@@ -197,6 +217,7 @@ class NamedEngine:
     limits: KnobLimits | None = None
     default_model: Callable[[Host], str] | None = None
     takes_arguments: bool = False
+    metrics: ServerMetrics | None = None
 
     @property
     def in_facts(self) -> str:
@@ -255,6 +276,12 @@ def engine_named(name: str) -> NamedEngine:
     found = import_module(_ENGINES[name].module).ENGINE
     assert isinstance(found, NamedEngine) and found.name == name
     return found
+
+
+def engine_of_metrics(names: Collection[str]) -> NamedEngine | None:
+    """The engine whose servers have metrics among these ``names``; None where nobody's do."""
+    known = (engine_named(name) for name in _ENGINES)
+    return next((engine for engine in known if engine.metrics is not None and engine.metrics.running in names), None)
 
 
 def named(engine: str) -> str:

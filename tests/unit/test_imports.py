@@ -21,7 +21,8 @@ TORCH = {"torch", "torchvision", "transformers", "tokenizers", "safetensors", "t
 HTTP = {"fastapi", "starlette", "uvicorn", "httpx", "aiohttp", "prometheus_client"}
 SEEN_BY_CONTROLLERS = tuple(f"runtime.{name}" for name in ("knobs", "records", "slo", "tunable", "step_model"))
 ROOMS = (
-    "workload", "engines", "measure", "cost", "profile", "control", "simulate", "profiling", "report", "export", "bench", "cli",
+    "workload", "engines", "measure", "cost", "profile", "control", "simulate", "profiling", "report", "export", "bench",
+    "advise", "cli",
 )  # fmt: skip
 """The rooms of ``autotune``: each imports only those before it."""
 ENGINES = {

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import psutil
 import yaml
 
-from autotune.engines.named import REFUSABLE, ByCommand, NamedEngine, ToServe
+from autotune.engines.named import REFUSABLE, ByCommand, NamedEngine, ServerMetrics, ToServe
 from autotune.engines.vllm.engine import VllmEngine, VllmSource
 from autotune.engines.vllm.model import budget_of, model_of, parameters_of, slots_of
 from autotune.engines.vllm.scheduler import unfit
@@ -271,6 +271,17 @@ def _become(requested: ToServe) -> NoReturn:
 
 _INSTEAD: Final = "what vLLM has in its place goes after --"
 
+METRICS: Final = ServerMetrics(
+    running="vllm:num_requests_running",
+    waiting="vllm:num_requests_waiting",
+    ended="vllm:request_success_total",
+    preemptions="vllm:num_preemptions_total",
+    prompt_tokens="vllm:request_prompt_tokens",
+    output_tokens="vllm:request_generation_tokens",
+    ttft_seconds="vllm:time_to_first_token_seconds",
+    tpot_seconds="vllm:request_time_per_output_token_seconds",
+    e2e_seconds="vllm:e2e_request_latency_seconds",
+)
 ENGINE: Final = NamedEngine(
     name="vllm",
     title="vLLM",
@@ -282,4 +293,5 @@ ENGINE: Final = NamedEngine(
     dtypes=lambda: _DTYPES,
     check=check_installed,
     takes_arguments=True,
+    metrics=METRICS,
 )

@@ -1,0 +1,186 @@
+"""The traffic of a live server, from what its metrics counted in a while: rate, burstiness, lengths and latencies."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from autotune.engines.named import ServerMetrics
+from autotune.measure.evaluate import EvaluationError
+from runtime.slo import SLO
+
+FEWEST = 20
+"""Requests that must have ended, or nothing is said of them."""
+_BURSTY = 2.0  # variance of the arrivals in an interval over their mean; 1 of a Poisson process
+_MOST_CV = 10.0
+_INTERVALS = 20  # to tell burstiness by
+_NARROW = 0.05  # a coefficient of variation below which lengths are all alike
+
+
+class Scraped(Protocol):
+    """See :class:`runtime.serving.scrape.Scrape`."""
+
+    @property
+    def at(self) -> float: ...
+    @property
+    def samples(self) -> Mapping[str, float]: ...
+    @property
+    def buckets(self) -> Mapping[str, Mapping[float, float]]: ...
+
+
+class Share(NamedTuple):
+    """Between which shares of the requests one lies, as far as a histogram's bounds tell."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        low, high = f"{self.low:.1%}", f"{self.high:.1%}"
+        return low if low == high else f"{low}–{high}"
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """What one histogram counted: (upper bound, observations in the bucket that ends there), their number and their sum."""
+
+    counts: tuple[tuple[float, float], ...]
+    count: float
+    total: float
+
+    @classmethod
+    def between(cls, name: str, before: Scraped, after: Scraped) -> Histogram:
+        """Of the observations between two scrapes; empty where the server has no such histogram."""
+        cumulated = [
+            (bound, value - before.buckets.get(name, {}).get(bound, 0.0))
+            for bound, value in after.buckets.get(name, {}).items()
+        ]
+        each = [(bound, max(0.0, value - last)) for (_, last), (bound, value) in pairwise([(0.0, 0.0), *cumulated])]
+        total = after.samples.get(f"{name}_sum", 0.0) - before.samples.get(f"{name}_sum", 0.0)
+        return cls(tuple(each), math.fsum(count for _, count in each), total)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def variation(self) -> float:
+        """Coefficient of variation, each observation taken for the middle of its bucket (geometric, so that long tails count)."""
+        if not self.count:
+            return math.nan
+        middles = [(self._middle(i), count) for i, (_, count) in enumerate(self.counts) if count]
+        mean = math.fsum(m * n for m, n in middles) / self.count
+        square = math.fsum(m * m * n for m, n in middles) / self.count
+        return math.sqrt(max(0.0, square - mean * mean)) / mean if mean else 0.0
+
+    def _middle(self, index: int) -> float:
+        upper = self.counts[index][0]
+        lower = self.counts[index - 1][0] if index else 0.0
+        if math.isinf(upper):
+            return 1.5 * lower
+        return math.sqrt(lower * upper) if lower > 0 else upper / 2
+
+    def below(self, bound: float) -> Share:
+        """The share of observations up to ``bound``."""
+        sure = math.fsum(count for upper, count in self.counts if upper <= bound)
+        begun = next((count for upper, count in self.counts if upper > bound), 0.0)
+        lower = max((upper for upper, _ in self.counts if upper <= bound), default=0.0)
+        within = 0.0 if lower == bound else begun
+        return Share(sure / self.count, (sure + within) / self.count) if self.count else Share(0.0, 1.0)
+
+    def quantile(self, q: float) -> float:
+        """Interpolated inside its bucket; NaN where nothing was observed."""
+        left, lower = q * self.count, 0.0
+        for upper, count in self.counts:
+            if count and left <= count:
+                return lower if math.isinf(upper) else lower + (upper - lower) * left / count
+            left, lower = left - count, upper
+        return math.nan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """``seconds`` of a server: ``arrived`` and ``ended`` requests, the mean numbers that ran and waited, preemptions, and the
+    dispersion of arrivals (None: there were too few intervals to tell)."""
+
+    seconds: float
+    arrived: float
+    ended: float
+    running: float
+    waiting: float
+    preemptions: float
+    dispersion: float | None
+    prompt: Histogram
+    output: Histogram
+    ttft: Histogram
+    tpot: Histogram
+    e2e: Histogram
+
+    @classmethod
+    def of(cls, scrapes: Sequence[Scraped], names: ServerMetrics) -> Traffic:
+        """What two scrapes or more say. Raises :class:`EvaluationError` where too little happened between them."""
+        first, last = scrapes[0], scrapes[-1]
+
+        def inside(at: Scraped) -> float:
+            return at.samples.get(names.running, 0.0) + at.samples.get(names.waiting, 0.0)
+
+        def came(a: Scraped, b: Scraped) -> float:
+            ended = b.samples.get(names.ended, 0.0) - a.samples.get(names.ended, 0.0)
+            return max(0.0, ended + inside(b) - inside(a))
+
+        def histogram(name: str) -> Histogram:
+            return Histogram.between(name, first, last)
+
+        ended = last.samples.get(names.ended, 0.0) - first.samples.get(names.ended, 0.0)
+        seconds = last.at - first.at
+        if ended < 0:
+            raise EvaluationError("the server was started anew while it was watched; watch it again")
+        if ended < FEWEST:
+            few = f"{ended:.0f} requests ended in {seconds:.0f} s, and it takes {FEWEST} to say something"
+            raise EvaluationError(f"{few}; --watch longer")
+        each = [came(a, b) for a, b in pairwise(scrapes)]
+        mean = statistics.fmean(each)
+        return cls(
+            seconds=seconds,
+            arrived=came(first, last),
+            ended=ended,
+            running=statistics.fmean(s.samples.get(names.running, 0.0) for s in scrapes),
+            waiting=statistics.fmean(s.samples.get(names.waiting, 0.0) for s in scrapes),
+            preemptions=last.samples.get(names.preemptions, 0.0) - first.samples.get(names.preemptions, 0.0),
+            dispersion=statistics.pvariance(each) / mean if len(each) >= _INTERVALS and mean > 0 else None,
+            prompt=histogram(names.prompt_tokens),
+            output=histogram(names.output_tokens),
+            ttft=histogram(names.ttft_seconds),
+            tpot=histogram(names.tpot_seconds),
+            e2e=histogram(names.e2e_seconds),
+        )
+
+    @property
+    def rate(self) -> float:
+        return self.arrived / self.seconds
+
+    def spelled(self) -> str:
+        """As ``--workload`` takes it: gaps are exponential, or, where arrivals are bursty, of a gamma distribution."""
+        gaps = "poisson:"
+        if self.dispersion is not None and self.dispersion >= _BURSTY:
+            gaps = f"gamma:cv={min(_MOST_CV, math.sqrt(self.dispersion)):.3g},"
+        return f"{gaps}rate={self.rate:.4g},prompt={_lengths(self.prompt)},output={_lengths(self.output)},length=1"
+
+    def attainment(self, slo: SLO) -> Mapping[str, Share]:
+        """Of the targets that the server's histograms tell of: the share of requests that met each, by its name."""
+        known = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
+        return {
+            name: known[name].below(ms / 1e3)
+            for name, ms in slo.targets_ms.items()
+            if ms is not None and name in known and known[name].count
+        }
+
+
+def _lengths(histogram: Histogram) -> str:
+    mean, variation = max(1.0, histogram.mean), histogram.variation
+    if not math.isfinite(mean):
+        raise EvaluationError("the server's metrics say nothing of lengths")
+    return f"{mean:.0f}" if variation < _NARROW else f"{mean:.4g}~{variation:.3g}"

@@ -1,0 +1,170 @@
+"""``autotune advise``: what settings would do under the traffic of a server that is up and cannot be restarted just now."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from autotune.cli import simulation_options as shared
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.options import AsJsonOfARun, ProfiledSlo, checked, need_server_extra, seconds
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autotune.cli.display import Display
+    from autotune.engines.named import NamedEngine
+    from autotune.profile.parts import Point
+    from runtime.knobs import Knobs
+    from runtime.serving.scrape import Scrape
+
+HELP = (
+    "Watch a vLLM server by its metrics, and say what a profile's settings would do under its traffic, simulated, beside those "
+    "it has. It is sent no request, and nothing of it is changed. Exit code 1: none of them meets the SLO, or there was too "
+    "little traffic."
+)
+EXAMPLES = (
+    "Examples:  autotune advise http://localhost:8000 mine.yaml --slo ttft=500ms,tpot=50ms  ·  "
+    "autotune advise http://localhost:8000 mine.yaml --now max_batch_size=128,token_budget=4096 --watch 5m"
+)
+NOW = "now"
+_INTERVAL_S = 1.0
+
+
+def advise(
+    url: Annotated[str, Argument(metavar="URL", help="Of the server: http://localhost:8000.", show_default=False)],
+    profile: Annotated[
+        str,
+        Argument(
+            metavar="PROFILE",
+            help="A profile of its hardware: a file, or a name from `autotune profiles`.",
+            show_default=False,
+        ),
+    ],
+    slo: ProfiledSlo = None,
+    now: Annotated[
+        str | None,
+        Option(
+            metavar="KNOBS",
+            help="The settings it has: max_batch_size=128,token_budget=4096; others are vLLM's defaults.  (default: those)",
+        ),
+    ] = None,
+    watch: Annotated[str, Option(help="How long to watch it: 60s, 5m.")] = "60s",
+    seeds: shared.Seeds = 3,
+    seed: shared.FirstSeed = 0,
+    requests: shared.Requests = 2000,
+    as_json: AsJsonOfARun = False,
+) -> int:
+    """Watch, simulate and print; 1 when nothing meets the SLO."""
+    need_server_extra("advise")
+    from autotune.advise.advice import advice, cautions, live
+    from autotune.advise.traffic import Traffic
+    from autotune.bench.contenders import parse_fixed
+    from autotune.cli.display import Display, make_console, say
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.engines.defaults import VLLM_DEFAULTS
+    from autotune.engines.named import engine_of_metrics
+    from autotune.measure.evaluate import EvaluationError, Interrupted
+    from autotune.profile import find_profile, load_profile
+    from autotune.report.simulation_tables import point_data, simulated_table
+    from runtime.knobs import KnobLimits
+    from runtime.serving.scrape import scrape
+    from runtime.slo import SLO, attained
+
+    length = seconds(watch, option="--watch", least=_INTERVAL_S)
+    known = load_profile(find_profile(profile))
+    target = known.slo if slo is None else checked("--slo", SLO.parse, slo)
+    stock = VLLM_DEFAULTS if known.baseline is None else known.baseline.knobs
+    has = stock if now is None else checked("--now", parse_fixed, now, KnobLimits(), stock).knobs
+    first = scrape(url)
+    engine = engine_of_metrics(first.samples)
+    if engine is None or engine.metrics is None:
+        raise InputError(f"URL is {url}; it has no metrics of an engine that is known here: a vLLM server has them")
+    console = make_console(stderr=as_json)
+    display = Display(console, "")
+    with stop_on_interrupt() as stop:
+        try:
+            scrapes = _watched(url, first, length, engine, display, stop)
+            traffic = Traffic.of(scrapes, engine.metrics)
+            requested = shared.SimulationOptions(
+                profile, workload=traffic.spelled(), slo=slo, classes=None, scale=None, kv_tokens=None, price=None,
+                controller=None, knobs={},
+            )  # fmt: skip
+            settings = {NOW: has} | {name: knobs for name, knobs in requested.settings.items() if knobs != has}
+            points = _simulated(requested, settings, traffic.rate, range(seed, seed + seeds), requests, display, stop)
+        except Interrupted:
+            say(console, "stopped before all was simulated")
+            return INTERRUPTED
+        except EvaluationError as error:
+            say(console, f"nothing can be said: {error}")
+            return FELL_SHORT
+        finally:
+            display.close()
+    scenario = requested.scenario
+    other = "" if known.engine.name == engine.in_facts else str(known.engine)
+    seen = list(live(traffic, target))
+    export = f"autotune export {shlex.quote(profile)} --to {engine.name} --for {{}}"
+    said = [*cautions(traffic, points[0], elsewhere=other), *advice(points, export)]
+    say(console, requested.head((traffic.rate, "the server's")))
+    for line in seen:
+        say(console, line)
+    console.print(simulated_table(points, scenario.slo, None, console.width, scenario.classes), soft_wrap=True)
+    for line in said:
+        say(console, line)
+    if as_json:
+        found = {"seconds": traffic.seconds, "rate": traffic.rate, "ended": traffic.ended, "said": seen}
+        rows = [point_data(point, None) for point in points]
+        print(json.dumps(requested.data() | {"url": url, "live": found, "settings": rows, "advice": said}))
+    return DONE if any(attained(point, scenario.slo, scenario.classes) for point in points) else FELL_SHORT
+
+
+def _watched(
+    url: str, first: Scrape, length: float, engine: NamedEngine, display: Display, stop: threading.Event
+) -> list[Scrape]:
+    """A scrape each second, for so long. Raises :class:`Interrupted` at Ctrl-C."""
+    from autotune.measure.evaluate import Interrupted
+    from runtime.serving.scrape import scrape
+
+    display.stage("watching")
+    scrapes = [first]
+    while (left := first.at + length - time.monotonic()) > 0:
+        if stop.wait(min(_INTERVAL_S, left)):
+            raise Interrupted("interrupted")
+        scrapes.append(scrape(url))
+        seen = scrapes[-1].at - first.at
+        display.progress(min(1.0, seen / length), f"{seen:.0f} s", engine.title, max(0.0, length - seen))
+    display.stage_done(f"{scrapes[-1].at - first.at:.0f} s", "")
+    return scrapes
+
+
+def _simulated(
+    requested: shared.SimulationOptions,
+    settings: Mapping[str, Knobs],
+    rate: float,
+    seeds: range,
+    requests: int,
+    display: Display,
+    stop: threading.Event,
+) -> list[Point]:
+    from autotune.profiling.points import Run, point
+
+    display.stage("simulating")
+    scenario, points, done = requested.scenario, [], 0
+    for knobs in settings.values():
+        scenario = scenario.with_ceilings_for(knobs)
+    for name, knobs in settings.items():
+        runs = []
+        for seed in seeds:
+            score = scenario.measure(knobs, rate, seed, requests=requests, stop=stop.is_set)
+            runs.append(Run(stage="simulation", label=name, trial=-1, score=score))
+            done += 1
+            display.progress(done / (len(settings) * len(seeds)), f"{done}/{len(settings) * len(seeds)}", name, None)
+        points.append(point(runs).model_copy(update={"knobs": knobs}))
+    display.stage_done(f"{done}/{done}", "")
+    return points

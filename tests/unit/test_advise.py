@@ -1,0 +1,275 @@
+"""``autotune advise``: what is read from a server's metrics, and what is said of settings under its traffic."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from autotune.advise.advice import advice, cautions, live
+from autotune.advise.traffic import Histogram as Counted
+from autotune.advise.traffic import Traffic
+from autotune.cli.main import run
+from autotune.engines.named import engine_named, engine_of_metrics
+from autotune.measure.evaluate import EvaluationError
+from autotune.profile import save_profile
+from autotune.workload import parse_workload
+from runtime.errors import InputError
+from runtime.serving.scrape import Scrape, scrape
+from runtime.slo import SLO
+from tests.unit.profiles import profile
+from tests.unit.simulated_profile import profiled
+
+NAMES = engine_named("vllm").metrics
+assert NAMES is not None
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+
+
+class Server:
+    """Exposes what vLLM's server exposes, by the library that it does that with. Each scrape finds ``each`` more requests."""
+
+    def __init__(self, each: int = 4, ttft: float = 0.12, tpot: float = 0.015) -> None:
+        self.registry = CollectorRegistry()
+        assert NAMES is not None
+        self.running = Gauge(NAMES.running, "", ["engine"], registry=self.registry)
+        self.waiting = Gauge(NAMES.waiting, "", ["engine"], registry=self.registry)
+        self.ended = Counter(NAMES.ended.removesuffix("_total"), "", ["finished_reason"], registry=self.registry)
+        self.preemptions = Counter(NAMES.preemptions.removesuffix("_total"), "", registry=self.registry)
+        self.prompt = Histogram(NAMES.prompt_tokens, "", buckets=LENGTHS, registry=self.registry)
+        self.output = Histogram(NAMES.output_tokens, "", buckets=LENGTHS, registry=self.registry)
+        self.ttft = Histogram(NAMES.ttft_seconds, "", buckets=SECONDS, registry=self.registry)
+        self.tpot = Histogram(NAMES.tpot_seconds, "", buckets=SECONDS, registry=self.registry)
+        self.e2e = Histogram(NAMES.e2e_seconds, "", buckets=SECONDS, registry=self.registry)
+        self.random = random.Random(0)
+        self.each, self.times = each, (ttft, tpot)
+        self.running.labels("0").set(3)
+        self.waiting.labels("0").set(0)
+        self.serve(50)  # before anybody watches
+
+    def serve(self, count: int) -> None:
+        for i in range(count):
+            self.ended.labels("stop" if i % 2 else "length").inc()
+            self.prompt.observe(self.random.lognormvariate(5.0, 0.8))
+            self.output.observe(self.random.randint(20, 40))
+            self.ttft.observe(self.times[0])
+            self.tpot.observe(self.times[1])
+            self.e2e.observe(self.times[0] + 30 * self.times[1])
+
+    def text(self) -> bytes:
+        self.serve(self.each)
+        return generate_latest(self.registry)
+
+
+@contextmanager
+def serving(server: Any) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = server.text() if self.path == "/metrics" else b""
+            self.send_response(200 if body else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+def watched(server: Server, count: int = 30, apart: float = 1.0) -> list[Scrape]:
+    with serving(server) as url:
+        found = [scrape(url) for _ in range(count)]
+    return [one._replace(at=apart * i) for i, one in enumerate(found)]
+
+
+def test_traffic_is_what_came_between_the_scrapes() -> None:
+    assert NAMES is not None
+    server = Server(each=4)
+    found = Traffic.of(watched(server, 31), NAMES)
+    assert (found.seconds, found.ended, found.arrived, found.rate) == (30.0, 120.0, 120.0, 4.0)
+    assert (found.running, found.waiting, found.preemptions, found.dispersion) == (3.0, 0.0, 0.0, 0.0)
+    assert (
+        found.ttft.count == 120 and found.ttft.mean == pytest.approx(0.12) and 0.1 <= found.ttft.quantile(0.5) <= 0.25
+    )
+    load = parse_workload(found.spelled())
+    lengths = [a for a in load.arrivals(0, duration=500)]
+    assert load.rate == 4.0 and load.length_scale == 1.0
+    assert statistics.fmean(a.prompt_tokens for a in lengths) == pytest.approx(found.prompt.mean, rel=0.1)
+    assert 20 <= statistics.fmean(a.output_tokens for a in lengths) <= 40
+    share = found.attainment(SLO(ttft_ms=100, tpot_ms=50, e2e_ms=10_000))
+    assert share["ttft"] == (0.0, 0.0) and share["e2e"] == (1.0, 1.0)
+    assert share["tpot"] == (1.0, 1.0), "all are in a bucket below"
+    assert found.attainment(SLO(ttft_ms=120))["ttft"] == (0.0, 1.0), "the bounds do not tell"
+
+
+def test_requests_that_arrived_and_have_not_ended_count_as_arrivals() -> None:
+    assert NAMES is not None
+    server = Server(each=20)
+    first = watched(server, 1)
+    server.waiting.labels("0").set(30)
+    found = Traffic.of([*first, watched(server, 1)[0]._replace(at=10.0)], NAMES)
+    assert (found.ended, found.arrived, found.rate) == (20.0, 50.0, 5.0)
+
+
+def test_bursts_are_spelled_as_such() -> None:
+    assert NAMES is not None
+    server, scrapes = Server(), []
+    with serving(server) as url:
+        for i in range(40):
+            server.each = 40 if i % 10 == 0 else 0
+            scrapes.append(scrape(url)._replace(at=float(i)))
+    found = Traffic.of(scrapes, NAMES)
+    assert found.dispersion is not None and found.dispersion > 20
+    assert found.spelled().startswith("gamma:cv=") and parse_workload(found.spelled()).rate == pytest.approx(
+        found.rate, rel=1e-3
+    )
+
+
+def test_too_little_traffic_and_a_server_that_was_started_anew() -> None:
+    assert NAMES is not None
+    with pytest.raises(
+        EvaluationError, match=r"4 requests ended in 1 s, and it takes 20 to say something; --watch longer"
+    ):
+        Traffic.of(watched(Server(each=4), 2), NAMES)
+    late, early = watched(Server(each=4), 40)[-1], watched(Server(each=4), 1)[0]
+    with pytest.raises(EvaluationError, match="started anew"):
+        Traffic.of([late._replace(at=0.0), early._replace(at=1.0)], NAMES)
+
+
+@pytest.mark.parametrize("q", [0.1, 0.5, 0.9, 0.99])
+def test_quantiles_and_scatter_are_as_exact_as_the_buckets(q: float) -> None:
+    generator = random.Random(1)
+    values = sorted(generator.lognormvariate(5.0, 1.0) for _ in range(4000))
+    bounds = (0.0, *LENGTHS, math.inf)
+    counts = [(high, float(sum(low < v <= high for v in values))) for low, high in pairwise(bounds)]
+    histogram = Counted(tuple(counts), 4000.0, math.fsum(values))
+    true = values[int(q * 4000)]
+    upper = next(bound for bound in LENGTHS if bound >= true)
+    assert histogram.quantile(q) <= upper and histogram.quantile(q) >= upper / 2.51
+    assert histogram.variation == pytest.approx(statistics.pstdev(values) / statistics.fmean(values), rel=0.25)
+    assert histogram.below(1000.0).low == histogram.below(1000.0).high == sum(v <= 1000 for v in values) / 4000
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"", "cannot be read: Not Found"),
+        (b"{", "holds no metrics of Prometheus"),
+        (b"a 1\n", "it has no metrics of an engine"),
+    ],
+)
+def test_a_server_that_says_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes, says: str
+) -> None:
+    save_profile(profiled(), tmp_path / "mine.yaml")
+
+    class Other:
+        def text(self) -> bytes:
+            return text
+
+    with serving(Other()) as url:
+        assert run(["advise", url, str(tmp_path / "mine.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: URL is {url}; ") and says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["localhost:8000"], "URL is localhost:8000; it must begin with http:// or https://"),
+        (["http://127.0.0.1:9"], "URL is http://127.0.0.1:9; http://127.0.0.1:9/metrics cannot be read: "),
+        (["http://127.0.0.1:9", "--watch", "soon"], '--watch: "soon" is not a time'),
+        (["http://127.0.0.1:9", "--now", "speed=9"], '--now: "speed=9" sets no knob'),
+        (["http://127.0.0.1:9", "--slo", "tpot=50"], '--slo: "tpot=50" has no unit'),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    save_profile(profiled(), tmp_path / "mine.yaml")
+    assert run(["advise", words[0], str(tmp_path / "mine.yaml"), *words[1:]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {says}") and error.count("\n") == 1
+
+
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.cli.advise._INTERVAL_S", 0.05)
+    save_profile(profiled(), tmp_path / "mine.yaml")
+    words = [
+        "--watch",
+        "1s",
+        "--seeds",
+        "1",
+        "--requests",
+        "200",
+        "--now",
+        "max_batch_size=2,token_budget=64",
+        "--json",
+    ]
+    with serving(Server(each=4)) as url:
+        code = run(["advise", url, str(tmp_path / "mine.yaml"), *words])
+    out = capsys.readouterr()
+    found = json.loads(out.out)
+    assert code in (0, 1) and found["live"]["ended"] >= 20 and found["workload"].startswith(("poisson:", "gamma:"))
+    assert found["settings"][0]["label"] == "now"
+    assert found["settings"][0]["knobs"]["max_batch_size"] == 2 and len(found["settings"]) > 1
+    assert "live: of" in out.err and found["advice"]
+    with serving(Server(each=0)) as url:
+        assert run(["advise", url, str(tmp_path / "mine.yaml"), *words]) == 1
+    assert "nothing can be said: 0 requests ended" in capsys.readouterr().err
+
+
+def test_what_is_said_of_it() -> None:
+    assert NAMES is not None
+    traffic = Traffic.of(watched(Server(each=4), 31), NAMES)
+    points = [*profile().points]
+    now, best = points[-1], max(points, key=lambda p: p.goodput.mean)
+    first, second = live(traffic, SLO(ttft_ms=100, tpot_ms=50))
+    assert first.startswith("live: 4 requests/s, dispersion 0; prompts ")
+    assert second == "live: of 120 requests, TTFT within 100 ms: 0.0%; TPOT within 50 ms: 100.0%"
+    change = list(advice([now, best], "autotune export p --for {}"))
+    assert (
+        change[0].startswith(f"At its next start, {best.label}: ")
+        and change[1] == f"  autotune export p --for {best.label}"
+    )
+    assert list(advice([best, now], "{}")) == [
+        "Keep the settings it has: no other serves more of this traffic within the SLO, simulated."
+    ]
+    warned = list(
+        cautions(traffic, now.model_copy(update={"tpot_p50_ms": 99.0, "ttft_p50_ms": None}), elsewhere="other 1.0")
+    )
+    assert (
+        warned[0].startswith("warning: the profile was measured on other 1.0")
+        and "TPOT p50 is 99 ms simulated" in warned[1]
+    )
+    like = now.model_copy(
+        update={"tpot_p50_ms": 1e3 * traffic.tpot.quantile(0.5), "ttft_p50_ms": 1e3 * traffic.ttft.quantile(0.5)}
+    )
+    assert list(cautions(traffic, like, elsewhere="")) == []
+
+
+def test_only_an_engine_with_metrics_of_its_own_is_found_by_them() -> None:
+    assert NAMES is not None
+    found = engine_of_metrics({NAMES.running: 1.0})
+    assert found is not None and found.name == "vllm" and engine_of_metrics({"up": 1.0}) is None
+
+
+def test_a_url_is_named() -> None:
+    with pytest.raises(InputError, match="URL is ftp://x; it must begin with http"):
+        scrape("ftp://x")
