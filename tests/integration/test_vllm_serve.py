@@ -23,8 +23,10 @@ import pytest
 
 from autotune.control.decision_log import Decision, read_decisions
 from autotune.engines.vllm.serving import Options
+from autotune.profile import save_profile
 from tests.integration.vllm_environment import ENVIRONMENT, tiny_model, vllm_python_with_tests
 from tests.integration.vllm_server import NO_MODEL, ROOT, SMALL, VllmServer, environment, serving
+from tests.unit.simulated_profile import profiled
 
 PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
 SCHEDULER = "--scheduler-cls autotune.engines.vllm.Scheduler --middleware autotune.engines.vllm.RejectionStatus"
@@ -269,3 +271,30 @@ def test_switched_off_it_is_stock(tmp_path: Path) -> None:
         assert "not tuned: it is switched off. vLLM schedules as it would without autotune" in server.output
         assert server.post("/v1/completions", body("Hello", 4))[0] == 200
         assert not list(tmp_path.glob("autotune/*.sock")) and not (tmp_path / "run.jsonl").exists()
+
+
+def test_advice_for_a_server_that_is_up(tmp_path: Path) -> None:
+    """Its metrics by their real names: requests, lengths and latencies are those that were sent."""
+    tiny_model(tmp_path / "my-model")
+    known = profiled()
+    save_profile(known, tmp_path / "mine.yaml")
+    command = f"vllm serve ./my-model {SMALL} --port PORT"
+    with serving(tmp_path, command) as server, ThreadPoolExecutor(4) as pool:
+        server.post("/v1/completions", body([5] * 40, 4))
+        watching = subprocess.Popen(
+            ["autotune", "advise", server.url, "mine.yaml", "--watch", "12s", "--seeds", "1", "--requests", "200", "--json"],
+            cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        answers = []
+        for number in range(36):
+            answers.append(pool.submit(server.post, "/v1/completions", body([number + 3] * 40, 8)))
+            time.sleep(0.35)
+        out, error = watching.communicate(timeout=120)
+        assert [answer.result()[0] for answer in answers] == [200] * 36
+    found = json.loads(out)
+    assert watching.returncode in (0, 1), error
+    assert 20 <= found["live"]["ended"] <= 36 and found["live"]["rate"] == pytest.approx(1 / 0.35, rel=0.35)
+    assert re.search(r"prompts 40, outputs 8 tokens", found["live"]["said"][0])
+    assert "TTFT within" in found["live"]["said"][1] and "TPOT within" in found["live"]["said"][1]
+    assert found["settings"][0]["label"] == "now" and len(found["settings"]) > 1
+    assert any(line.startswith("warning: the profile was measured on") for line in found["advice"])
