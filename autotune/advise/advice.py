@@ -54,4 +54,4 @@ def advice(points: Sequence[Point], export: str) -> Iterator[str]:
         return
     more = f"{gain:.0%} more" if math.isfinite(gain) else "what the others do not: any"
     yield f"At its next start, {best.label}: {more} requests within the SLO than with the settings it has, simulated."
-    yield f"  {export.format(best.label)}"
+    yield f"  {export.format(best.label.partition(',')[0])}"  # one setting may be that of several purposes
