@@ -243,11 +243,10 @@ def test_what_is_said_of_it() -> None:
     first, second = live(traffic, SLO(ttft_ms=100, tpot_ms=50))
     assert first.startswith("live: 4 requests/s, dispersion 0; prompts ")
     assert second == "live: of 120 requests, TTFT within 100 ms: 0.0%; TPOT within 50 ms: 100.0%"
-    change = list(advice([now, best], "autotune export p --for {}"))
-    assert (
-        change[0].startswith(f"At its next start, {best.label}: ")
-        and change[1] == f"  autotune export p --for {best.label}"
-    )
+    several = best.model_copy(update={"label": "interactive, balanced"})
+    change = list(advice([now, several], "autotune export p --for {}"))
+    assert change[0].startswith("At its next start, interactive, balanced: ")
+    assert change[1] == "  autotune export p --for interactive"
     assert list(advice([best, now], "{}")) == [
         "Keep the settings it has: no other serves more of this traffic within the SLO, simulated."
     ]
