@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from autotune.advise.traffic import Traffic
+from autotune.profile import PURPOSES, RECOMMENDED
 from autotune.profile.parts import Point
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass, attained
 
-_OFF = 1.3  # times that a simulated median may differ from the live one before the profile is doubted
+_OFF = 1.3  # times that a simulated median may lie outside the bucket of the live one before the profile is doubted
+_CACHED = 0.1  # of prompt tokens found in the prefix cache: more makes the server faster than it is simulated
+_LENGTHS = 0.1  # relative difference of mean lengths that makes other requests of them
 _WORTH = 0.02  # of goodput: less is no reason to restart a server
 
 
@@ -21,6 +24,8 @@ def live(traffic: Traffic, slo: SLO) -> Iterator[str]:
         f"live: {traffic.rate:.3g} requests/s{bursts}; prompts {traffic.prompt.mean:.0f}, outputs {traffic.output.mean:.0f} "
         f"tokens on average; {traffic.running:.1f} running, {traffic.waiting:.1f} waiting{preempted}"
     )
+    if traffic.engines > 1:
+        yield f"live: {traffic.engines} engines share them; one is simulated, with {1 / traffic.engines:.0%} of the requests"
     found = traffic.attainment(slo)
     each = [f"{name.upper()} within {slo.targets_ms[name]:g} ms: {share}" for name, share in found.items()]
     yield f"live: of {traffic.ended:.0f} requests, " + (
@@ -28,30 +33,58 @@ def live(traffic: Traffic, slo: SLO) -> Iterator[str]:
     )
 
 
-def cautions(traffic: Traffic, now: Point, *, elsewhere: str) -> Iterator[str]:
-    """Why the simulation may not be of this server. ``elsewhere``: the engine that the profile is of, if it is another one."""
+def cautions(traffic: Traffic, now: Point, lengths: tuple[float, float], *, elsewhere: str) -> Iterator[str]:
+    """Why the simulation may not be of this server.
+
+    ``lengths``: means of the prompts and outputs simulated, in tokens. ``elsewhere``: the engine that the profile is of, if it is
+    another one.
+    """
     if elsewhere:
         yield f"warning: the profile was measured on {elsewhere}, which takes another time for a step"
     for name, histogram, simulated in (
         ("TPOT", traffic.tpot, now.tpot_p50_ms),
         ("TTFT", traffic.ttft, now.ttft_p50_ms),
     ):
-        median = 1e3 * histogram.quantile(0.5)
-        if not simulated or math.isnan(median) or 1 / _OFF <= simulated / max(median, 1e-9) <= _OFF:
+        low, high = (1e3 * bound for bound in histogram.bucket(0.5))
+        if not simulated or math.isnan(low) or low / _OFF <= simulated <= high * _OFF:
             continue
         yield (
-            f"warning: under the settings it has, {name} p50 is {simulated:.3g} ms simulated and {median:.3g} ms live: the "
-            "profile is of another machine or model, or --now is not what the server has"
+            f"warning: under the settings it has, {name} p50 is {simulated:.3g} ms simulated and {low:.3g} to {high:.3g} ms "
+            "live: the profile is of another machine or model, or --now is not what the server has"
+        )
+    for name, mean, simulated in zip(
+        ("prompts", "outputs"), (traffic.prompt.mean, traffic.output.mean), lengths, strict=True
+    ):
+        if abs(simulated / mean - 1) > _LENGTHS:
+            yield f"warning: {name} of {simulated:.0f} tokens on average were simulated, and they are {mean:.0f} live"
+    if traffic.cached > _CACHED:
+        yield (
+            f"warning: {traffic.cached:.0%} of the prompt tokens were in the server's prefix cache, and none are when it is "
+            "simulated: it is faster than that"
         )
 
 
-def advice(points: Sequence[Point], export: str) -> Iterator[str]:
-    """What to do; the first of ``points`` is what the server has. ``export``: the command that writes a setting for it."""
-    now, best = points[0], max(points, key=lambda point: point.goodput.mean)
-    gain = best.goodput.mean / now.goodput.mean - 1 if now.goodput.mean else math.inf
-    if best is now or gain < _WORTH:
-        yield "Keep the settings it has: no other serves more of this traffic within the SLO, simulated."
+def advice(points: Sequence[Point], slo: SLO, classes: Sequence[RequestClass], export: str) -> Iterator[str]:
+    """What to do: a setting that meets the SLO goes before one that does not, then the one that serves more within it.
+
+    The first of ``points`` is what the server has. ``export``: the command that writes a setting for it.
+    """
+    if not any(point.goodput.mean for point in points):
+        yield "No setting serves a request of this traffic within the SLO, simulated."
         return
-    more = f"{gain:.0%} more" if math.isfinite(gain) else "what the others do not: any"
-    yield f"At its next start, {best.label}: {more} requests within the SLO than with the settings it has, simulated."
-    yield f"  {export.format(best.label.partition(',')[0])}"  # one setting may be that of several purposes
+    now = points[0]
+    meets = {id(point): attained(point, slo, classes) for point in points}
+    best = max(points, key=lambda point: (meets[id(point)], point.goodput.mean))
+    gain = best.goodput.mean / now.goodput.mean - 1 if now.goodput.mean else math.inf
+    if best is now or (gain < _WORTH and (meets[id(now)] or not meets[id(best)])):
+        yield f"Keep the settings it has: no other serves {_WORTH:.0%} more of this traffic within the SLO, simulated."
+        return
+    if not meets[id(now)] and meets[id(best)]:
+        why = "it meets the SLO, and the settings it has do not"
+    elif math.isfinite(gain):
+        why = f"{gain:.0%} more requests within the SLO than with the settings it has"
+    else:
+        why = "with the settings it has no request is within the SLO"
+    yield f"At its next start, {best.label}: {why}, simulated."
+    purpose = best.label.partition(",")[0]  # one setting may be that of several purposes, or of all
+    yield f"  {export.format(purpose if purpose in PURPOSES else RECOMMENDED)}"

@@ -30,6 +30,8 @@ class Scraped(Protocol):
     def samples(self) -> Mapping[str, float]: ...
     @property
     def buckets(self) -> Mapping[str, Mapping[float, float]]: ...
+    @property
+    def labels(self) -> Mapping[str, tuple[Mapping[str, str], ...]]: ...
 
 
 class Share(NamedTuple):
@@ -91,6 +93,21 @@ class Histogram:
         within = 0.0 if lower == bound else begun
         return Share(sure / self.count, (sure + within) / self.count) if self.count else Share(0.0, 1.0)
 
+    def bucket(self, q: float) -> tuple[float, float]:
+        """The bounds between which the quantile ``q`` is; NaN where nothing was observed."""
+        left, lower = q * self.count, 0.0
+        for upper, count in self.counts:
+            if count and left <= count:
+                return lower, upper
+            left, lower = left - count, upper
+        return math.nan, math.nan
+
+    def without_first(self, count: float) -> Histogram:
+        """The same without ``count`` observations of the first bucket, which were about zero."""
+        taken = min(count, self.counts[0][1]) if self.counts else 0.0
+        counts = tuple((bound, n - taken if i == 0 else n) for i, (bound, n) in enumerate(self.counts))
+        return Histogram(counts, self.count - taken, self.total)
+
     def quantile(self, q: float) -> float:
         """Interpolated inside its bucket; NaN where nothing was observed."""
         left, lower = q * self.count, 0.0
@@ -103,8 +120,11 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Traffic:
-    """``seconds`` of a server: ``arrived`` and ``ended`` requests, the mean numbers that ran and waited, preemptions, and the
-    dispersion of arrivals (None: there were too few intervals to tell)."""
+    """``seconds`` of a server: ``arrived`` and ``ended`` requests, the mean numbers that ran and waited, preemptions, the share
+    of prompt tokens that were in the prefix cache, and the dispersion of arrivals (None: there were too few intervals to tell).
+
+    ``engines`` behind the server share the requests. ``tpot`` is of answers of two tokens and more.
+    """
 
     seconds: float
     arrived: float
@@ -112,6 +132,8 @@ class Traffic:
     running: float
     waiting: float
     preemptions: float
+    cached: float
+    engines: int
     dispersion: float | None
     prompt: Histogram
     output: Histogram
@@ -121,40 +143,52 @@ class Traffic:
 
     @classmethod
     def of(cls, scrapes: Sequence[Scraped], names: ServerMetrics) -> Traffic:
-        """What two scrapes or more say. Raises :class:`EvaluationError` where too little happened between them."""
+        """What two scrapes or more say. Raises :class:`EvaluationError` where too little happened between them, or where they
+        are of several models."""
         first, last = scrapes[0], scrapes[-1]
+        replicas = {tuple(one.get(label, "") for label in names.replica) for one in last.labels.get(names.running, ())}
+        if len(models := sorted({model for model, *_ in replicas})) > 1:
+            raise EvaluationError(f"the server has metrics of several models, added up: {', '.join(models)}")
 
-        def inside(at: Scraped) -> float:
-            return at.samples.get(names.running, 0.0) + at.samples.get(names.waiting, 0.0)
+        def grown(name: str, a: Scraped = first, b: Scraped = last) -> float:
+            return b.samples.get(name, 0.0) - a.samples.get(name, 0.0)
 
         def came(a: Scraped, b: Scraped) -> float:
-            ended = b.samples.get(names.ended, 0.0) - a.samples.get(names.ended, 0.0)
-            return max(0.0, ended + inside(b) - inside(a))
+            waiting = grown(names.waiting, a, b)
+            ended = grown(names.ended, a, b) + grown(names.running, a, b) + waiting
+            begun = grown(f"{names.ttft_seconds}_count", a, b) + waiting
+            return max(0.0, ended, begun)
 
         def histogram(name: str) -> Histogram:
             return Histogram.between(name, first, last)
 
-        ended = last.samples.get(names.ended, 0.0) - first.samples.get(names.ended, 0.0)
-        seconds = last.at - first.at
-        if ended < 0:
+        ended, arrived, seconds = grown(names.ended), came(first, last), last.at - first.at
+        if any(grown(names.ended, a, b) < 0 for a, b in pairwise(scrapes)):
             raise EvaluationError("the server was started anew while it was watched; watch it again")
-        if ended < FEWEST:
-            few = f"{ended:.0f} requests ended in {seconds:.0f} s, and it takes {FEWEST} to say something"
-            raise EvaluationError(f"{few}; --watch longer")
-        each = [came(a, b) for a, b in pairwise(scrapes)]
-        mean = statistics.fmean(each)
+        if ended < FEWEST or arrived < FEWEST:
+            few = f"{ended:.0f} requests ended and {arrived:.0f} arrived in {seconds:.0f} s"
+            raise EvaluationError(f"{few}, and it takes {FEWEST} of each to say something; --watch longer")
+        rate = arrived / seconds
+        gaps = [b.at - a.at for a, b in pairwise(scrapes)]
+        each = [(came(a, b), b.at - a.at) for a, b in pairwise(scrapes) if b.at - a.at >= statistics.median(gaps) / 2]
+        single = histogram(names.output_tokens).counts[:1]
+        answers = single[0][1] if single and single[0][0] <= 1 else 0.0
         return cls(
             seconds=seconds,
-            arrived=came(first, last),
+            arrived=arrived,
             ended=ended,
             running=statistics.fmean(s.samples.get(names.running, 0.0) for s in scrapes),
             waiting=statistics.fmean(s.samples.get(names.waiting, 0.0) for s in scrapes),
-            preemptions=last.samples.get(names.preemptions, 0.0) - first.samples.get(names.preemptions, 0.0),
-            dispersion=statistics.pvariance(each) / mean if len(each) >= _INTERVALS and mean > 0 else None,
+            preemptions=grown(names.preemptions),
+            cached=grown(names.cache_hits) / max(1.0, grown(names.cache_queries)),
+            engines=max(1, len(replicas)),
+            dispersion=statistics.fmean((n - rate * t) ** 2 / (rate * t) for n, t in each)
+            if len(each) >= _INTERVALS
+            else None,
             prompt=histogram(names.prompt_tokens),
             output=histogram(names.output_tokens),
             ttft=histogram(names.ttft_seconds),
-            tpot=histogram(names.tpot_seconds),
+            tpot=histogram(names.tpot_seconds).without_first(answers),
             e2e=histogram(names.e2e_seconds),
         )
 
@@ -163,11 +197,13 @@ class Traffic:
         return self.arrived / self.seconds
 
     def spelled(self) -> str:
-        """As ``--workload`` takes it: gaps are exponential, or, where arrivals are bursty, of a gamma distribution."""
+        """What one engine gets, as ``--workload`` takes it: gaps are exponential, or, where arrivals are bursty, of a gamma
+        distribution. Of several engines, each is taken to get any request with the same probability."""
         gaps = "poisson:"
         if self.dispersion is not None and self.dispersion >= _BURSTY:
-            gaps = f"gamma:cv={min(_MOST_CV, math.sqrt(self.dispersion)):.3g},"
-        return f"{gaps}rate={self.rate:.4g},prompt={_lengths(self.prompt)},output={_lengths(self.output)},length=1"
+            its = 1 + (self.dispersion - 1) / self.engines
+            gaps = f"gamma:cv={min(_MOST_CV, math.sqrt(its)):.3g},"
+        return f"{gaps}rate={self.rate / self.engines:.4g},prompt={_lengths(self.prompt)},output={_lengths(self.output)},length=1"
 
     def attainment(self, slo: SLO) -> Mapping[str, Share]:
         """Of the targets that the server's histograms tell of: the share of requests that met each, by its name."""

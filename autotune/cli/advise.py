@@ -6,6 +6,7 @@ import json
 import shlex
 import threading
 import time
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -68,20 +69,31 @@ def advise(
     from autotune.bench.contenders import parse_fixed
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.engines.defaults import VLLM_DEFAULTS
+    from autotune.engines.defaults import VLLM_DEFAULTS, vllm_defaults
     from autotune.engines.named import engine_of_metrics
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile, load_profile
     from autotune.report.simulation_tables import point_data, simulated_table
-    from runtime.knobs import KnobLimits
+    from runtime.knobs import KNOBS, KnobLimits
     from runtime.serving.scrape import scrape
     from runtime.slo import SLO, attained
 
     length = seconds(watch, option="--watch", least=_INTERVAL_S)
     known = load_profile(find_profile(profile))
     target = known.slo if slo is None else checked("--slo", SLO.parse, slo)
-    stock = VLLM_DEFAULTS if known.baseline is None else known.baseline.knobs
-    has = stock if now is None else checked("--now", parse_fixed, now, KnobLimits(), stock).knobs
+    gpu = known.machine.gpu
+    stock = VLLM_DEFAULTS if gpu is None else vllm_defaults(gpu.name, gpu.memory_gib)
+    if known.baseline is not None:
+        stock = known.baseline.knobs
+    highest = KnobLimits(**{spec.name: spec.high for spec in KNOBS})  # type: ignore[arg-type]  # each checked by its spec
+    has = stock if now is None else checked("--now", parse_fixed, now, highest, stock).knobs
+
+    def asked(workload: str | None) -> shared.SimulationOptions:
+        return shared.SimulationOptions(
+            profile, workload=workload, slo=slo, classes=None, scale=None, kv_tokens=None, price=None, controller=None, knobs={},
+        )  # fmt: skip
+
+    asked(None)  # says what is wrong with the profile before anybody waits
     first = scrape(url)
     engine = engine_of_metrics(first.samples)
     if engine is None or engine.metrics is None:
@@ -92,12 +104,13 @@ def advise(
         try:
             scrapes = _watched(url, first, length, engine, display, stop)
             traffic = Traffic.of(scrapes, engine.metrics)
-            requested = shared.SimulationOptions(
-                profile, workload=traffic.spelled(), slo=slo, classes=None, scale=None, kv_tokens=None, price=None,
-                controller=None, knobs={},
-            )  # fmt: skip
+            seen = list(live(traffic, target))
+            for line in seen:
+                say(console, line)
+            requested = asked(traffic.spelled())
+            rate = traffic.rate / traffic.engines
             settings = {NOW: has} | {name: knobs for name, knobs in requested.settings.items() if knobs != has}
-            points = _simulated(requested, settings, traffic.rate, range(seed, seed + seeds), requests, display, stop)
+            points = _simulated(requested, settings, rate, range(seed, seed + seeds), requests, display, stop)
         except Interrupted:
             say(console, "stopped before all was simulated")
             return INTERRUPTED
@@ -108,17 +121,23 @@ def advise(
             display.close()
     scenario = requested.scenario
     other = "" if known.engine.name == engine.in_facts else str(known.engine)
-    seen = list(live(traffic, target))
+    offered = list(scenario.workload.arrivals(seed, limit=requests))
+    lengths = fmean(a.prompt_tokens for a in offered), fmean(a.output_tokens for a in offered)
     export = f"autotune export {shlex.quote(profile)} --to {engine.name} --for {{}}"
-    said = [*cautions(traffic, points[0], elsewhere=other), *advice(points, export)]
-    say(console, requested.head((traffic.rate, "the server's")))
-    for line in seen:
-        say(console, line)
+    said = [
+        *cautions(traffic, points[0], lengths, elsewhere=other),
+        *advice(points, scenario.slo, scenario.classes, export),
+    ]
+    say(console, requested.head((rate, "the server's")))
+    whose = f"vLLM's defaults for the machine of {known.name}" if now is None else "--now"
+    say(console, f"{NOW}: {whose}")
     console.print(simulated_table(points, scenario.slo, None, console.width, scenario.classes), soft_wrap=True)
     for line in said:
         say(console, line)
     if as_json:
-        found = {"seconds": traffic.seconds, "rate": traffic.rate, "ended": traffic.ended, "said": seen}
+        found = {
+            "seconds": traffic.seconds, "rate": traffic.rate, "engines": traffic.engines, "ended": traffic.ended, "said": seen
+        }  # fmt: skip
         rows = [point_data(point, None) for point in points]
         print(json.dumps(requested.data() | {"url": url, "live": found, "settings": rows, "advice": said}))
     return DONE if any(attained(point, scenario.slo, scenario.classes) for point in points) else FELL_SHORT
@@ -127,19 +146,27 @@ def advise(
 def _watched(
     url: str, first: Scrape, length: float, engine: NamedEngine, display: Display, stop: threading.Event
 ) -> list[Scrape]:
-    """A scrape each second, for so long. Raises :class:`Interrupted` at Ctrl-C."""
+    """A scrape each second, for so long. Raises :class:`Interrupted` at Ctrl-C, and what the last attempt to read it said where
+    that failed; one that fails before is left out."""
     from autotune.measure.evaluate import Interrupted
     from runtime.serving.scrape import scrape
 
+    assert engine.metrics is not None
     display.stage("watching")
-    scrapes = [first]
+    scrapes, missed = [first], None
     while (left := first.at + length - time.monotonic()) > 0:
         if stop.wait(min(_INTERVAL_S, left)):
             raise Interrupted("interrupted")
-        scrapes.append(scrape(url))
-        seen = scrapes[-1].at - first.at
+        try:
+            scrapes.append(scrape(url, engine.metrics.names))
+            missed = None
+        except InputError as error:
+            missed = error
+        seen = time.monotonic() - first.at
         display.progress(min(1.0, seen / length), f"{seen:.0f} s", engine.title, max(0.0, length - seen))
     display.stage_done(f"{scrapes[-1].at - first.at:.0f} s", "")
+    if missed is not None:
+        raise missed
     return scrapes
 
 

@@ -179,19 +179,29 @@ class ByCommand:
 class ServerMetrics:
     """What a server of an engine calls its metrics.
 
-    Gauges of requests that are ``running`` and ``waiting``, counters of those that ``ended`` and of ``preemptions``, and
-    histograms, over requests, of lengths in tokens and of latencies in seconds.
+    Gauges of requests that are ``running`` and ``waiting``, counters of those that ``ended`` (``_total`` and all), of
+    ``preemptions`` and of tokens that were looked for (``cache_queries``) and found (``cache_hits``) in the prefix cache, and
+    histograms, over requests, of lengths in tokens and of latencies in seconds. ``replica``: the labels that tell apart the
+    engines behind one page.
     """
 
     running: str
     waiting: str
     ended: str
     preemptions: str
+    cache_queries: str
+    cache_hits: str
     prompt_tokens: str
     output_tokens: str
     ttft_seconds: str
     tpot_seconds: str
     e2e_seconds: str
+    replica: tuple[str, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        return frozenset(value for value in vars(self).values() if isinstance(value, str))
 
 
 # -- engines --------------------------------------------------------------------------------------------------------------

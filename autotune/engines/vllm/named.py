@@ -276,11 +276,14 @@ METRICS: Final = ServerMetrics(
     waiting="vllm:num_requests_waiting",
     ended="vllm:request_success_total",
     preemptions="vllm:num_preemptions_total",
+    cache_queries="vllm:prefix_cache_queries_total",
+    cache_hits="vllm:prefix_cache_hits_total",
     prompt_tokens="vllm:request_prompt_tokens",
     output_tokens="vllm:request_generation_tokens",
     ttft_seconds="vllm:time_to_first_token_seconds",
     tpot_seconds="vllm:request_time_per_output_token_seconds",
     e2e_seconds="vllm:e2e_request_latency_seconds",
+    replica=("model_name", "engine"),
 )
 ENGINE: Final = NamedEngine(
     name="vllm",
