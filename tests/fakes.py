@@ -32,6 +32,7 @@ class FakeModel:
     vocab_size: int = EOS + 1
     max_model_len: int = 256
     eos_token_ids: tuple[int, ...] = (EOS,)
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
 
 
 def count_up(sequence: Sequence) -> int:

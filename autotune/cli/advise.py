@@ -88,12 +88,12 @@ def advise(
     highest = KnobLimits(**{spec.name: spec.high for spec in KNOBS})  # type: ignore[arg-type]  # each checked by its spec
     has = stock if now is None else checked("--now", parse_fixed, now, highest, stock).knobs
 
-    def asked(workload: str | None) -> shared.SimulationOptions:
+    def options(workload: str | None) -> shared.SimulationOptions:
         return shared.SimulationOptions(
             profile, workload=workload, slo=slo, classes=None, scale=None, kv_tokens=None, price=None, controller=None, knobs={},
         )  # fmt: skip
 
-    asked(None)  # says what is wrong with the profile before anybody waits
+    options(None)  # says what is wrong with the profile before anybody waits
     first = scrape(url)
     engine = engine_of_metrics(first.samples)
     if engine is None or engine.metrics is None:
@@ -107,7 +107,7 @@ def advise(
             seen = list(live(traffic, target))
             for line in seen:
                 say(console, line)
-            requested = asked(traffic.spelled())
+            requested = options(traffic.spelled())
             rate = traffic.rate / traffic.engines
             settings = {NOW: has} | {name: knobs for name, knobs in requested.settings.items() if knobs != has}
             points = _simulated(requested, settings, rate, range(seed, seed + seeds), requests, display, stop)

@@ -271,6 +271,13 @@ def _serve_here(
                 print(json.dumps(said), flush=True)
             else:
                 print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
+            if own := engine.model.sampling_defaults:
+                named = ", ".join(f"{name} {value:g}" for name, value in own.items())
+                print(
+                    f"note: requests that do not say get {named}: the model's generation config",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if requested.slo and requested.slo.ttft_ms and not (requested.reject_late or requested.relegate_late):
                 print(f"note: {_KEEPS_LATE}", file=sys.stderr, flush=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final, Protocol
 
@@ -42,6 +42,11 @@ class ServedModel(Protocol):
 
     @property
     def eos_token_ids(self) -> Collection[int]: ...
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """Fields of :class:`~runtime.request.SamplingParams` that a server fills in where a request does not name them."""
+        ...
 
 
 class Intake:

@@ -102,7 +102,7 @@ class Api:
         streams: list[Stream] = []
         long = _length_of_texts(prompts) > LONG_TEXT
         try:
-            params = body.sampling()
+            params = body.sampling(self.engine.model.sampling_defaults)
             for index, prompt in enumerate(prompts):
                 request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{index}"
 

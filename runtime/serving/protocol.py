@@ -8,6 +8,8 @@ with a list of those there are. ``null`` is as good as leaving a field out. Rang
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -154,9 +156,12 @@ class GenerationRequest(Part):
     def wanted_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def sampling(self) -> SamplingParams:
-        """Raises ``ValueError`` naming the field, its value and what is allowed."""
-        return SamplingParams(
+    def sampling(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
+        """``defaults``: the model's own, by field, for what the request does not name.
+
+        Raises ``ValueError`` naming the field, its value and what is allowed.
+        """
+        requested = SamplingParams(
             max_tokens=self.output_tokens(),
             temperature=self.temperature,
             top_p=self.top_p,
@@ -169,6 +174,8 @@ class GenerationRequest(Part):
             ignore_eos=self.ignore_eos,
             logprobs=self.wanted_logprobs(),
         )
+        unnamed = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        return replace(requested, **unnamed) if unnamed else requested  # type: ignore[arg-type]  # fields of it, each checked
 
 
 def _changes_nothing(name: str, given: object) -> bool:

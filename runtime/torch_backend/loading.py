@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from runtime.errors import InputError, ModelError, UnsupportedModelError
+from runtime.request import SamplingParams
 from runtime.torch_backend.checks import check_config, check_directory, summary
 from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.presets import PRESETS, build_preset
@@ -39,7 +40,7 @@ _PROCESSORS: Mapping[str, Any] = {
     "guidance_scale": 1.0, "num_beams": 1,
 }  # fmt: skip
 """Fields of a generation config that change greedy texts, too, and the value of each that changes nothing."""
-_ON_REQUEST = ("repetition_penalty",)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 UNSTATED_CONTEXT = 4096  # tokens, for a model whose config names no length
 _HUB_TIMEOUT_S = 5.0
 
@@ -53,7 +54,7 @@ class LoadedModel:
     errors and records of measurements call it. ``architecture`` is transformers' model type, ``parameters`` how many there
     are. ``vocab_size`` is the width of its logits, ``max_model_len`` the most tokens (prompt + output) of one request,
     ``eos_token_ids`` what ends a text (may be empty). ``kv_bytes_per_token`` counts all ``kv_layers``. ``layers`` is how many
-    the config names.
+    the config names. ``sampling_defaults``: what its generation config says of temperature and the like.
     """
 
     model: PreTrainedModel
@@ -69,6 +70,7 @@ class LoadedModel:
     kv_layers: tuple[KVLayer, ...]
     parameters: int
     layers: int
+    sampling_defaults: Mapping[str, float]
 
     @property
     def info(self) -> ModelInfo:
@@ -222,6 +224,7 @@ def _ready(
         kv_layers=found.kv_layers,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=text.num_hidden_layers,
+        sampling_defaults=_sampling_defaults(model.generation_config, name),
     )
 
 
@@ -294,8 +297,21 @@ def unapplied(config: Any) -> Iterator[str]:
         value = getattr(config, field, None)
         if value is not None and value != neutral and value != []:
             yield f"{field}={value!r}, which " + (
-                "is applied to requests that ask for it" if field in _ON_REQUEST else "this engine does not apply"
+                "a server applies where a request does not say" if field in _SAMPLING else "this engine does not apply"
             )
+
+
+def _sampling_defaults(config: Any, name: str) -> dict[str, float]:
+    """What ``config``, a model's generation config, says of sampling, as vLLM reads it: ``do_sample`` is not looked at."""
+    stated = {field: value for field in _SAMPLING if (value := getattr(config, field, None)) is not None}
+    if stated.get("top_k") == -1:
+        stated["top_k"] = 0
+    try:
+        SamplingParams(**stated)
+    except ValueError as error:
+        log.warning("model %s: its generation_config says what cannot be: %s; it is left out", name, error)
+        return {}
+    return stated
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:

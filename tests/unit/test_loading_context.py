@@ -143,7 +143,18 @@ def test_what_a_generation_config_asks_for_and_nobody_applies_is_said(caplog: py
     model.generation_config.suppress_tokens = [3, 4]
     from_model(model)
     assert (
-        "its generation_config says repetition_penalty=1.05, which is applied to requests that ask for it"
+        "its generation_config says repetition_penalty=1.05, which a server applies where a request does not say"
         in caplog.text
     )
     assert "suppress_tokens=[3, 4], which this engine does not apply" in caplog.text
+
+
+def test_what_a_generation_config_says_of_sampling_is_for_servers(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    assert from_model(model).sampling_defaults == {}
+    model.generation_config.temperature, model.generation_config.top_p = 0.6, 0.95
+    model.generation_config.top_k = -1
+    assert from_model(model).sampling_defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
+    model.generation_config.top_p = 1.5
+    assert from_model(model).sampling_defaults == {}
+    assert "its generation_config says what cannot be: top_p is 1.5" in caplog.text

@@ -54,6 +54,19 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(part[6:]) for part in parts]
 
 
+async def test_requests_are_sampled_as_the_model_says_where_they_do_not() -> None:
+    seen: list[float] = []
+
+    def sample(sequence: Sequence) -> int:
+        seen.append(sequence.request.params.temperature)
+        return count_up(sequence)
+
+    async with served(sample, FakeModel(sampling_defaults={"temperature": 0.6})) as (client, _):
+        await client.complete(max_tokens=1)
+        await client.complete(max_tokens=1, temperature=0.2)
+    assert seen == [0.6, 0.2]
+
+
 class FragileTokenizer(ByteTokenizer):
     """Knows no token behind the letter that it is made with, as a vocabulary that is padded."""
 

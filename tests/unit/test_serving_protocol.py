@@ -61,6 +61,13 @@ def test_defaults_are_those_of_openai() -> None:
     assert chat().sampling() == SamplingParams(max_tokens=None, temperature=1.0)
 
 
+def test_a_model_has_defaults_of_its_own_for_what_a_request_does_not_name() -> None:
+    own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    assert completion().sampling(own) == SamplingParams(max_tokens=16, **own)  # type: ignore[arg-type]
+    asked = chat(temperature=0, top_k=-1, repetition_penalty=1.0, top_p=None).sampling(own)
+    assert asked == SamplingParams(max_tokens=None, temperature=0.0, top_k=0, repetition_penalty=1.0, top_p=0.95)
+
+
 def test_every_sampling_field_arrives() -> None:
     body: dict[str, Any] = {
         "max_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from autotune.engines.vllm.core import VllmCore
@@ -141,6 +142,7 @@ class _Served:
 
     tokenizer: Tokenizer | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, model: ModelInfo) -> None:
         self.name, self.vocab_size, self.max_model_len = model.name, model.vocab_size, model.max_model_len
