@@ -18,7 +18,8 @@ _WORTH = 0.02  # of goodput: less is no reason to restart a server
 
 def live(traffic: Traffic, slo: SLO) -> Iterator[str]:
     """What the server did, a line each."""
-    bursts = "" if traffic.dispersion is None else f", dispersion {traffic.dispersion:.2g}"
+    known = traffic.dispersion is not None
+    bursts = f", dispersion {traffic.dispersion:.2g}" if known else ", too few to tell bursts"
     preempted = f", {traffic.preemptions:.0f} preempted" if traffic.preemptions else ""
     yield (
         f"live: {traffic.rate:.3g} requests/s{bursts}; prompts {traffic.prompt.mean:.0f}, outputs {traffic.output.mean:.0f} "
@@ -46,7 +47,10 @@ def cautions(traffic: Traffic, now: Point, lengths: tuple[float, float], *, else
         ("TTFT", traffic.ttft, now.ttft_p50_ms),
     ):
         low, high = (1e3 * bound for bound in histogram.bucket(0.5))
-        if not simulated or math.isnan(low) or low / _OFF <= simulated <= high * _OFF:
+        if math.isnan(low):
+            yield f"warning: the server's metrics do not tell {name}: the profile was not checked by it"
+            continue
+        if not simulated or low / _OFF <= simulated <= high * _OFF:
             continue
         yield (
             f"warning: under the settings it has, {name} p50 is {simulated:.3g} ms simulated and {low:.3g} to {high:.3g} ms "
@@ -67,7 +71,7 @@ def cautions(traffic: Traffic, now: Point, lengths: tuple[float, float], *, else
 def advice(points: Sequence[Point], slo: SLO, classes: Sequence[RequestClass], export: str) -> Iterator[str]:
     """What to do: a setting that meets the SLO goes before one that does not, then the one that serves more within it.
 
-    The first of ``points`` is what the server has. ``export``: the command that writes a setting for it.
+    The first of ``points`` is what the server has. ``export``: the command that writes a setting for it, up to the purpose.
     """
     if not any(point.goodput.mean for point in points):
         yield "No setting serves a request of this traffic within the SLO, simulated."
@@ -87,4 +91,4 @@ def advice(points: Sequence[Point], slo: SLO, classes: Sequence[RequestClass], e
         why = "with the settings it has no request is within the SLO"
     yield f"At its next start, {best.label}: {why}, simulated."
     purpose = best.label.partition(",")[0]  # one setting may be that of several purposes, or of all
-    yield f"  {export.format(purpose if purpose in PURPOSES else RECOMMENDED)}"
+    yield f"  {export} {purpose if purpose in PURPOSES else RECOMMENDED}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -17,7 +17,11 @@ FEWEST = 20
 """Requests that must have ended, or nothing is said of them."""
 _BURSTY = 2.0  # variance of the arrivals in an interval over their mean; 1 of a Poisson process
 _MOST_CV = 10.0
-_INTERVALS = 20  # to tell burstiness by
+_INTERVALS, _EXPECTED = (
+    10,
+    10.0,
+)  # to tell burstiness by, and arrivals in each: in shorter ones bursts are not seen whole
+_GIVEN_UP = 1.05  # times as many first tokens as requests that ended, from which on clients are known to give up
 _NARROW = 0.05  # a coefficient of variation below which lengths are all alike
 
 
@@ -153,25 +157,30 @@ class Traffic:
         def grown(name: str, a: Scraped = first, b: Scraped = last) -> float:
             return b.samples.get(name, 0.0) - a.samples.get(name, 0.0)
 
-        def came(a: Scraped, b: Scraped) -> float:
-            waiting = grown(names.waiting, a, b)
-            ended = grown(names.ended, a, b) + grown(names.running, a, b) + waiting
-            begun = grown(f"{names.ttft_seconds}_count", a, b) + waiting
-            return max(0.0, ended, begun)
+        def ended_or_inside(a: Scraped = first, b: Scraped = last) -> float:
+            return sum(grown(name, a, b) for name in (names.ended, names.running, names.waiting))
+
+        def begun_or_waiting(a: Scraped = first, b: Scraped = last) -> float:
+            return grown(f"{names.ttft_seconds}_count", a, b) + grown(names.waiting, a, b)
 
         def histogram(name: str) -> Histogram:
             return Histogram.between(name, first, last)
 
-        ended, arrived, seconds = grown(names.ended), came(first, last), last.at - first.at
+        preemptions = grown(names.preemptions)
+        given_up = begun_or_waiting() > _GIVEN_UP * ended_or_inside()
+        came = begun_or_waiting if given_up else ended_or_inside
+        ended, arrived, seconds = grown(names.ended), came(), last.at - first.at
         if any(grown(names.ended, a, b) < 0 for a, b in pairwise(scrapes)):
             raise EvaluationError("the server was started anew while it was watched; watch it again")
         if ended < FEWEST or arrived < FEWEST:
             few = f"{ended:.0f} requests ended and {arrived:.0f} arrived in {seconds:.0f} s"
             raise EvaluationError(f"{few}, and it takes {FEWEST} of each to say something; --watch longer")
+        prompt, output = histogram(names.prompt_tokens), histogram(names.output_tokens)
+        if not (prompt.mean >= 1 and output.mean >= 1):  # NaN where there are no such metrics
+            means = f"{prompt.mean:.3g} prompt and {output.mean:.3g} output tokens"
+            raise EvaluationError(f"by the server's metrics its requests have {means} on average")
         rate = arrived / seconds
-        gaps = [b.at - a.at for a, b in pairwise(scrapes)]
-        each = [(came(a, b), b.at - a.at) for a, b in pairwise(scrapes) if b.at - a.at >= statistics.median(gaps) / 2]
-        single = histogram(names.output_tokens).counts[:1]
+        single = output.counts[:1]
         answers = single[0][1] if single and single[0][0] <= 1 else 0.0
         return cls(
             seconds=seconds,
@@ -179,14 +188,12 @@ class Traffic:
             ended=ended,
             running=statistics.fmean(s.samples.get(names.running, 0.0) for s in scrapes),
             waiting=statistics.fmean(s.samples.get(names.waiting, 0.0) for s in scrapes),
-            preemptions=grown(names.preemptions),
+            preemptions=preemptions,
             cached=grown(names.cache_hits) / max(1.0, grown(names.cache_queries)),
             engines=max(1, len(replicas)),
-            dispersion=statistics.fmean((n - rate * t) ** 2 / (rate * t) for n, t in each)
-            if len(each) >= _INTERVALS
-            else None,
-            prompt=histogram(names.prompt_tokens),
-            output=histogram(names.output_tokens),
+            dispersion=None if given_up and preemptions else _dispersion(_counted(scrapes, came, rate), rate),
+            prompt=prompt,
+            output=output,
             ttft=histogram(names.ttft_seconds),
             tpot=histogram(names.tpot_seconds).without_first(answers),
             e2e=histogram(names.e2e_seconds),
@@ -215,8 +222,23 @@ class Traffic:
         }
 
 
+def _counted(
+    scrapes: Sequence[Scraped], came: Callable[[Scraped, Scraped], float], rate: float
+) -> Iterator[tuple[float, float]]:
+    """(arrivals, seconds) of intervals in which :data:`_EXPECTED` or more are expected; what is left at the end is left out."""
+    begin = scrapes[0]
+    for at in scrapes[1:]:
+        if rate * (at.at - begin.at) >= _EXPECTED:
+            yield max(0.0, came(begin, at)), at.at - begin.at
+            begin = at
+
+
+def _dispersion(counted: Iterable[tuple[float, float]], rate: float) -> float | None:
+    """Variance of the arrivals in an interval over their mean, where there are enough intervals."""
+    each = [(count - rate * seconds) ** 2 / (rate * seconds) for count, seconds in counted]
+    return statistics.fmean(each) if len(each) >= _INTERVALS else None
+
+
 def _lengths(histogram: Histogram) -> str:
-    mean, variation = max(1.0, histogram.mean), histogram.variation
-    if not math.isfinite(mean):
-        raise EvaluationError("the server's metrics say nothing of lengths")
+    mean, variation = histogram.mean, histogram.variation
     return f"{mean:.0f}" if variation < _NARROW else f"{mean:.4g}~{variation:.3g}"

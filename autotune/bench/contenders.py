@@ -95,7 +95,8 @@ def fixed(knobs: Knobs, name: str | None = None) -> Contender:
 
 
 def parse_fixed(text: str, limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
-    """``max_batch_size=64,token_budget=512``: knobs not named are the defaults'. Raises :class:`InputError`, one line."""
+    """``max_batch_size=64,token_budget=512``: knobs not named are the defaults'; chunks that fill the defaults' budget fill
+    that of the setting, too. Raises :class:`InputError`, one line."""
     specs = {spec.name: spec for spec in KNOBS}
     values: dict[str, float] = limits.clamp(stock).as_dict()
     given: set[str] = set()
@@ -114,8 +115,9 @@ def parse_fixed(text: str, limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> 
             values[name] = specs[name].check(value, high=getattr(limits, name))
         except ValueError as error:
             raise InputError(str(error)) from None
-    if "chunk_size" not in given:  # a chunk longer than the budget acts like the budget
-        values["chunk_size"] = min(values["chunk_size"], values["token_budget"])
+    if "chunk_size" not in given:
+        longest = limits.chunk_size if stock.chunk_size >= stock.token_budget else values["chunk_size"]
+        values["chunk_size"] = min(longest, values["token_budget"])
     return fixed(Knobs(**values))  # type: ignore[arg-type]  # each checked by its spec
 
 

@@ -69,8 +69,8 @@ def advise(
     from autotune.bench.contenders import parse_fixed
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.engines.defaults import VLLM_DEFAULTS, vllm_defaults
-    from autotune.engines.named import engine_of_metrics
+    from autotune.engines.defaults import VLLM_CPU_DEFAULTS, vllm_defaults
+    from autotune.engines.named import engine_of_metrics, ours
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile, load_profile
     from autotune.report.simulation_tables import point_data, simulated_table
@@ -82,9 +82,11 @@ def advise(
     known = load_profile(find_profile(profile))
     target = known.slo if slo is None else checked("--slo", SLO.parse, slo)
     gpu = known.machine.gpu
-    stock = VLLM_DEFAULTS if gpu is None else vllm_defaults(gpu.name, gpu.memory_gib)
-    if known.baseline is not None:
-        stock = known.baseline.knobs
+    stock, whose = VLLM_CPU_DEFAULTS, f"vLLM's defaults for the machine of {known.name}"
+    if known.baseline is not None and not ours(known.engine.name):
+        stock, whose = known.baseline.knobs, f"the defaults that {known.name} was compared with"
+    elif gpu is not None:
+        stock = vllm_defaults(gpu.name, gpu.memory_gib)
     highest = KnobLimits(**{spec.name: spec.high for spec in KNOBS})  # type: ignore[arg-type]  # each checked by its spec
     has = stock if now is None else checked("--now", parse_fixed, now, highest, stock).knobs
 
@@ -123,14 +125,13 @@ def advise(
     other = "" if known.engine.name == engine.in_facts else str(known.engine)
     offered = list(scenario.workload.arrivals(seed, limit=requests))
     lengths = fmean(a.prompt_tokens for a in offered), fmean(a.output_tokens for a in offered)
-    export = f"autotune export {shlex.quote(profile)} --to {engine.name} --for {{}}"
+    export = f"autotune export {shlex.quote(profile)} --to {engine.name} --for"
     said = [
         *cautions(traffic, points[0], lengths, elsewhere=other),
         *advice(points, scenario.slo, scenario.classes, export),
     ]
     say(console, requested.head((rate, "the server's")))
-    whose = f"vLLM's defaults for the machine of {known.name}" if now is None else "--now"
-    say(console, f"{NOW}: {whose}")
+    say(console, f"{NOW}: {whose if now is None else '--now'}")
     console.print(simulated_table(points, scenario.slo, None, console.width, scenario.classes), soft_wrap=True)
     for line in said:
         say(console, line)

@@ -12,16 +12,22 @@ VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chu
 VLLM_LABEL = "vLLM defaults"
 
 _SMALL = Knobs(max_batch_size=256, max_wait_ms=0, token_budget=2048, chunk_size=2048)
-_LARGE_GIB = 70.0
+_LARGEST = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=16384, chunk_size=16384)
+_LARGE_GIB, _LARGEST_GIB = 70.0, 160.0
+
+VLLM_CPU_DEFAULTS = Knobs(max_batch_size=128, max_wait_ms=0, token_budget=2048, chunk_size=2048)
+"""The same of a server on a CPU, of one process."""
 
 
 def vllm_defaults(device: str, memory_gib: float) -> Knobs:
     """What ``vllm serve`` starts with on a GPU called ``device`` that has ``memory_gib``.
 
     The rule for servers of vLLM's ``EngineArgs.get_batch_defaults`` (``vllm/engine/arg_utils.py``): 1024 sequences and 8192
-    tokens from 70 GiB on; below, and on every A100, where the larger budget costs throughput (its pull request 17885), 256
-    and 2048.
+    tokens from 70 GiB on, and 16384 from 160; below 70, and on every A100, where the larger budget costs throughput (its pull
+    request 17885), 256 and 2048.
     """
+    if memory_gib >= _LARGEST_GIB:
+        return _LARGEST
     return VLLM_DEFAULTS if memory_gib >= _LARGE_GIB and "a100" not in device.lower() else _SMALL
 
 

@@ -202,6 +202,9 @@ def _ready(
     model.eval()
     for said in unapplied(model.generation_config):
         log.warning("model %s: its generation_config says %s", name, said)
+    sampling, wrong = sampling_defaults(model.generation_config)
+    for said in wrong:
+        log.warning("model %s: its generation_config is wrong, and the field is left out: %s", name, said)
     found = probe(model, context)
     if found.rope_moved:
         raise UnsupportedModelError(
@@ -224,7 +227,7 @@ def _ready(
         kv_layers=found.kv_layers,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=text.num_hidden_layers,
-        sampling_defaults=_sampling_defaults(model.generation_config, name),
+        sampling_defaults=sampling,
     )
 
 
@@ -293,25 +296,33 @@ def _context_length(config: Any, name: str, requested: int | None) -> int:
 
 def unapplied(config: Any) -> Iterator[str]:
     """What ``config``, a model's generation config, has ``generate`` do to every text, and this engine does not do by itself."""
+    served = sampling_defaults(config)[0]
     for field, neutral in _PROCESSORS.items():
         value = getattr(config, field, None)
         if value is not None and value != neutral and value != []:
             yield f"{field}={value!r}, which " + (
-                "a server applies where a request does not say" if field in _SAMPLING else "this engine does not apply"
+                "a server applies where a request does not say" if field in served else "this engine does not apply"
             )
 
 
-def _sampling_defaults(config: Any, name: str) -> dict[str, float]:
-    """What ``config``, a model's generation config, says of sampling, as vLLM reads it: ``do_sample`` is not looked at."""
-    stated = {field: value for field in _SAMPLING if (value := getattr(config, field, None)) is not None}
-    if stated.get("top_k") == -1:
-        stated["top_k"] = 0
-    try:
-        SamplingParams(**stated)
-    except ValueError as error:
-        log.warning("model %s: its generation_config says what cannot be: %s; it is left out", name, error)
-        return {}
-    return stated
+def sampling_defaults(config: Any) -> tuple[dict[str, float], list[str]]:
+    """What ``config``, a model's generation config, says of sampling, as vLLM reads it (``do_sample`` is not looked at); and of
+    fields that cannot be what they are, why."""
+    found: dict[str, float] = {}
+    wrong = []
+    for field in _SAMPLING:
+        value = getattr(config, field, None)
+        if value is None:
+            continue
+        if field == "top_k" and value == -1:  # all of them, as 0
+            value = 0
+        try:
+            SamplingParams(**{field: value})  # type: ignore[arg-type]  # checked there
+        except ValueError as error:
+            wrong.append(str(error))
+        else:
+            found[field] = value
+    return found, wrong
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:

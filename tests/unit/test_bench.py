@@ -265,6 +265,10 @@ def test_fixed_settings_as_typed() -> None:
     found = parse_fixed("max_batch_size=64, token_budget=512", limits)
     assert found == Contender("64/512", Knobs(64, 0, 512, 512))
     assert parse_fixed("chunk_size=32,max_wait_ms=2.5", limits).name == "128/8192 chunk 32 wait 2.5 ms"
+    whole, chunked = Knobs(256, 0, 2048, 2048), Knobs(256, 0, 2048, 512)
+    assert parse_fixed("token_budget=8192", KnobLimits(), whole).knobs.chunk_size == 8192
+    assert parse_fixed("token_budget=8192", KnobLimits(), chunked).knobs.chunk_size == 512
+    assert parse_fixed("token_budget=256", KnobLimits(), chunked).knobs.chunk_size == 256
     for text, said in (
         ("budget=5", '"budget=5" sets no knob; the knobs are max_batch_size, '),
         ("token_budget", 'token_budget is ""; it must be a number'),

@@ -155,6 +155,8 @@ def test_what_a_generation_config_says_of_sampling_is_for_servers(caplog: pytest
     model.generation_config.temperature, model.generation_config.top_p = 0.6, 0.95
     model.generation_config.top_k = -1
     assert from_model(model).sampling_defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
-    model.generation_config.top_p = 1.5
-    assert from_model(model).sampling_defaults == {}
-    assert "its generation_config says what cannot be: top_p is 1.5" in caplog.text
+    model.generation_config.top_p, model.generation_config.repetition_penalty = 1.5, "1.1"
+    caplog.clear()
+    assert from_model(model).sampling_defaults == {"temperature": 0.6, "top_k": 0}
+    assert "its generation_config is wrong, and the field is left out: top_p is 1.5" in caplog.text
+    assert "repetition_penalty='1.1', which this engine does not apply" in caplog.text

@@ -46,7 +46,13 @@ SMALL, LARGE = Knobs(256, 0, 2048, 2048), Knobs(1024, 0, 8192, 8192)
 
 @pytest.mark.parametrize(
     ("device", "gib", "start"),
-    [("NVIDIA A100-SXM4-80GB", 80, SMALL), ("H100", 80, LARGE), ("RTX 4090", 24, SMALL), ("RTX PRO 6000", 96, LARGE)],
+    [
+        ("NVIDIA A100-SXM4-80GB", 80, SMALL),
+        ("H100", 80, LARGE),
+        ("RTX 4090", 24, SMALL),
+        ("RTX PRO 6000", 96, LARGE),
+        ("B200", 178, Knobs(1024, 0, 16384, 16384)),
+    ],
 )
 def test_vllm_starts_by_memory_and_on_an_a100_small(device: str, gib: float, start: Knobs) -> None:
     assert vllm_defaults(device, gib) == start
