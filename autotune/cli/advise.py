@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autotune.cli.display import Display
-    from autotune.engines.named import NamedEngine
+    from autotune.engines.named import NamedEngine, ServerMetrics
     from autotune.profile.parts import Point
     from runtime.knobs import Knobs
     from runtime.serving.scrape import Scrape
@@ -41,13 +41,13 @@ _INTERVAL_S = 1.0
 def advise(
     url: Annotated[str, Argument(metavar="URL", help="Of the server: http://localhost:8000.", show_default=False)],
     profile: Annotated[
-        str,
+        str | None,
         Argument(
             metavar="PROFILE",
-            help="A profile of its hardware: a file, or a name from `autotune profiles`.",
+            help="A profile of its hardware: a file, or a name from `autotune profiles`.  (default: the one there of its model)",
             show_default=False,
         ),
-    ],
+    ] = None,
     slo: ProfiledSlo = None,
     now: Annotated[
         str | None,
@@ -70,15 +70,16 @@ def advise(
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.engines.defaults import VLLM_CPU_DEFAULTS, vllm_defaults
-    from autotune.engines.named import engine_of_metrics, ours
+    from autotune.engines.named import ours
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile, load_profile
     from autotune.report.simulation_tables import point_data, simulated_table
     from runtime.knobs import KNOBS, KnobLimits
-    from runtime.serving.scrape import scrape
     from runtime.slo import SLO, attained
 
     length = seconds(watch, option="--watch", least=_INTERVAL_S)
+    if profile is None:
+        profile = _profile_of(url)
     known = load_profile(find_profile(profile))
     target = known.slo if slo is None else checked("--slo", SLO.parse, slo)
     gpu = known.machine.gpu
@@ -96,16 +97,13 @@ def advise(
         )  # fmt: skip
 
     options(None)  # says what is wrong with the profile before anybody waits
-    first = scrape(url)
-    engine = engine_of_metrics(first.samples)
-    if engine is None or engine.metrics is None:
-        raise InputError(f"URL is {url}; it has no metrics of an engine that is known here: a vLLM server has them")
+    first, engine, metrics = _found(url)
     console = make_console(stderr=as_json)
     display = Display(console, "")
     with stop_on_interrupt() as stop:
         try:
-            scrapes = _watched(url, first, length, engine, display, stop)
-            traffic = Traffic.of(scrapes, engine.metrics)
+            scrapes = _watched(url, first, length, metrics, engine.title, display, stop)
+            traffic = Traffic.of(scrapes, metrics)
             seen = list(live(traffic, target))
             for line in seen:
                 say(console, line)
@@ -144,27 +142,66 @@ def advise(
     return DONE if any(attained(point, scenario.slo, scenario.classes) for point in points) else FELL_SHORT
 
 
+def _found(url: str) -> tuple[Scrape, NamedEngine, ServerMetrics]:
+    """All metrics of the server at ``url``, its engine, and what that calls them. Raises :class:`InputError` where no engine that
+    is known has such metrics."""
+    from autotune.engines.named import engine_of_metrics
+    from runtime.serving.scrape import scrape
+
+    first = scrape(url)
+    engine = engine_of_metrics(first.samples)
+    if engine is None or engine.metrics is None:
+        raise InputError(f"URL is {url}; it has no metrics of an engine that is known here: a vLLM server has them")
+    return first, engine, engine.metrics
+
+
+def _profile_of(url: str) -> str:
+    """The name of the one shipped profile of the model that is served at ``url``. Raises :class:`InputError`."""
+    from autotune.profile import load_profile, shipped_profiles
+
+    first, engine, metrics = _found(url)
+    models = sorted({labels.get(metrics.replica[0], "") for labels in first.labels[metrics.running]})
+    short = {model.rpartition("/")[2].lower() for model in models}
+    names = [name for name, path in shipped_profiles().items() if load_profile(path).model.name.lower() in short]
+    if len(names) == 1:
+        return names[0]
+    served = " and ".join(models)
+    if names:
+        raise InputError(
+            f"PROFILE is not given, and {' and '.join(names)} are of {served}; name the one of its machine"
+        )
+    raise InputError(
+        f"PROFILE is not given, and no shipped profile is of {served}; on its machine, autotune profile --engine {engine.name} "
+        f"--model {shlex.quote(served)} --out mine.yaml makes one"
+    )
+
+
 def _watched(
-    url: str, first: Scrape, length: float, engine: NamedEngine, display: Display, stop: threading.Event
+    url: str,
+    first: Scrape,
+    length: float,
+    metrics: ServerMetrics,
+    title: str,
+    display: Display,
+    stop: threading.Event,
 ) -> list[Scrape]:
     """A scrape each second, for so long. Raises :class:`Interrupted` at Ctrl-C, and what the last attempt to read it said where
     that failed; one that fails before is left out."""
     from autotune.measure.evaluate import Interrupted
     from runtime.serving.scrape import scrape
 
-    assert engine.metrics is not None
     display.stage("watching")
     scrapes, missed = [first], None
     while (left := first.at + length - time.monotonic()) > 0:
         if stop.wait(min(_INTERVAL_S, left)):
             raise Interrupted("interrupted")
         try:
-            scrapes.append(scrape(url, engine.metrics.names))
+            scrapes.append(scrape(url, metrics.names))
             missed = None
         except InputError as error:
             missed = error
         seen = time.monotonic() - first.at
-        display.progress(min(1.0, seen / length), f"{seen:.0f} s", engine.title, max(0.0, length - seen))
+        display.progress(min(1.0, seen / length), f"{seen:.0f} s", title, max(0.0, length - seen))
     display.stage_done(f"{scrapes[-1].at - first.at:.0f} s", "")
     if missed is not None:
         raise missed

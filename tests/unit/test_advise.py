@@ -42,7 +42,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 class Server:
     """Exposes what vLLM's server exposes, by the library that it does that with. Each scrape finds ``each`` more requests."""
 
-    def __init__(self, each: int = 4, ttft: float = 0.12, tpot: float = 0.015) -> None:
+    def __init__(self, each: int = 4, ttft: float = 0.12, tpot: float = 0.015, model: str = "m") -> None:
         self.registry = CollectorRegistry()
         assert NAMES is not None
         self.running = Gauge(NAMES.running, "", NAMES.replica, registry=self.registry)
@@ -58,8 +58,8 @@ class Server:
         self.e2e = Histogram(NAMES.e2e_seconds, "", buckets=SECONDS, registry=self.registry)
         self.random = random.Random(0)
         self.each, self.times = each, (ttft, tpot)
-        self.running.labels("m", "0").set(3)
-        self.waiting.labels("m", "0").set(0)
+        self.running.labels(model, "0").set(3)
+        self.waiting.labels(model, "0").set(0)
         self.serve(50)  # before anybody watches
 
     def serve(self, count: int) -> None:
@@ -365,6 +365,32 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     with serving(Server(each=0)) as url:
         assert run(["advise", url, str(tmp_path / "mine.yaml"), *words]) == 1
     assert "nothing can be said: 0 requests ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            "Qwen/Qwen3-0.6B",
+            "cpu-2core-qwen3-0.6b and h200-qwen3-0.6b are of Qwen/Qwen3-0.6B; name the one of its machine",
+        ),
+        (
+            "me/mine",
+            "no shipped profile is of me/mine; on its machine, autotune profile --engine vllm --model me/mine --out",
+        ),
+    ],
+)
+def test_a_profile_that_is_not_named_is_found_by_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, says: str
+) -> None:
+    monkeypatch.setattr("autotune.cli.advise._INTERVAL_S", 0.05)
+    with serving(Server(model=model)) as url:
+        assert run(["advise", url]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: PROFILE is not given, and {says}") and error.count("\n") == 1
+    with serving(Server(each=4, model="meta-llama/Llama-3.1-8B")) as url:
+        assert run(["advise", url, "--watch", "1s", "--seeds", "1", "--requests", "100"]) in (0, 1)
+    assert "h100-llama-3.1-8b" in capsys.readouterr().out
 
 
 def test_a_scrape_that_fails_is_left_out_unless_it_is_the_last(
