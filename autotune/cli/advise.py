@@ -73,8 +73,8 @@ def advise(
     from autotune.engines.named import ours
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile, load_profile
+    from autotune.profiling.space import WIDEST
     from autotune.report.simulation_tables import point_data, simulated_table
-    from runtime.knobs import KNOBS, KnobLimits
     from runtime.slo import SLO, attained
 
     length = seconds(watch, option="--watch", least=_INTERVAL_S)
@@ -88,8 +88,7 @@ def advise(
         stock, whose = known.baseline.knobs, f"the defaults that {known.name} was compared with"
     elif gpu is not None:
         stock = vllm_defaults(gpu.name, gpu.memory_gib)
-    highest = KnobLimits(**{spec.name: spec.high for spec in KNOBS})  # type: ignore[arg-type]  # each checked by its spec
-    has = stock if now is None else checked("--now", parse_fixed, now, highest, stock).knobs
+    has = stock if now is None else checked("--now", parse_fixed, now, WIDEST, stock).knobs
 
     def options(workload: str | None) -> shared.SimulationOptions:
         return shared.SimulationOptions(
