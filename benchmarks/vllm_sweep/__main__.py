@@ -1,7 +1,8 @@
 """What profiling finds on live vLLM, and for how much of its time, against other ways to look for a setting.
 
-vLLM's CPU build serves a model of random weights (57M parameters): a conversation at 90% of what it completes when it is kept
-full, under the SLO of :mod:`benchmarks.live.loads`. Contenders take the engine in turns, and measure with the same function:
+vLLM's CPU build serves a model of random weights (57M parameters): a conversation at 90% (``--load``) of what it completes when
+it is kept full, under the SLO of :mod:`benchmarks.live.loads`. Contenders take the engine in turns, and measure with the same
+function:
 
 - **grid**: every cell of 6 × 8 settings, once. What that takes is the unit of time.
 - **ours**: a whole :class:`autotune.profiling.session.Session` on the running engine: calibrate, simulate, validate, choose.
@@ -15,8 +16,9 @@ full, under the SLO of :mod:`benchmarks.live.loads`. Contenders take the engine 
 A restart counts as long as this engine took to start; it is not waited for, as the knobs are live.
 
 The *truth*: the best cells of the grid and all that was chosen take turns, in rounds that share their arrivals; goodput is
-the mean over rounds. Regret is what ours falls short of the best of them, as a share of it. Who finds nothing keeps vLLM's
-defaults.
+the mean over rounds. Regret is what ours falls short of the best of them, as a share of it. The best of several means is so by
+luck, too: ``regret_held_out`` compares each round with the setting that is the best of the *other* rounds. Who finds nothing
+keeps vLLM's defaults.
 
 The rate is fixed at the beginning. ``speed`` says how fast the machine's steps were in the grid, in each seed's searches and in
 each round of the truth, in units of what they were then; where these differ much, the truth is of another load than was
@@ -51,7 +53,7 @@ from autotune.profiling.session import Session
 from autotune.profiling.setup import LOAD
 from autotune.profiling.space import make_space
 from autotune.profiling.study import open_study
-from benchmarks.command import command, exit_code, say, seconds
+from benchmarks.command import command, exit_code, say, seconds, share
 from benchmarks.live import loads
 from benchmarks.live.learning import calibrate, served, speed_in, watched
 from benchmarks.live.machine import Machine
@@ -70,6 +72,9 @@ _TRUTH_SEED = 900_000_007  # the truth's requests; contenders' begin elsewhere
 _LEAST = 1e-3  # of the best: what a choice that serves nothing counts as in a ratio
 _DRIFT = 1.25  # the most between the slowest and the fastest part of a run that measures something
 
+
+Rounds = dict[Knobs, list[float]]
+"""Goodput of each setting in each round of the truth, requests/s."""
 
 Part = Callable[[str], AbstractContextManager[object]]
 """What is done around a part of a run, by its name."""
@@ -118,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=seconds(30, 36000),
         help="that ours is given, s, beside a start of vLLM (default: 140, quick 45)",
     )
+    parser.add_argument(
+        "--load", type=share, default=LOAD, help=f"of what vLLM completes when it is kept full (default: {LOAD:g})"
+    )
     parser.add_argument("--seeds", type=int, choices=range(1, 11), help="of the searches (default: 2, quick 1)")
     parser.add_argument("--rounds", type=int, choices=range(1, 21), help="of the truth (default: 4, quick 1)")
     vllm_options(parser)
@@ -136,21 +144,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         with live(folder, preset) as machine:
             start_s = time.monotonic() - begun
             try:
-                shape = _contest(machine, plan, start_s, stop.is_set)
+                shape = _contest(machine, plan, args.load, start_s, stop.is_set)
             except Interrupted:
                 say("stopped before all was measured")
                 return INTERRUPTED
     print(f"took {time.monotonic() - begun:.0f} s")
-    print(json.dumps(shape | {"threads": args.threads}))
+    print(json.dumps(shape | {"load": args.load, "threads": args.threads}))
     return 0
 
 
-def _contest(machine: Machine, plan: Plan, start_s: float, stop: Callable[[], bool]) -> dict[str, object]:
+def _contest(machine: Machine, plan: Plan, load: float, start_s: float, stop: Callable[[], bool]) -> dict[str, object]:
     say(f"vLLM started in {start_s:.0f} s; calibration, {plan.calibration:g} s")
     cost = calibrate(machine, plan.calibration, 0, stop)
     load_at = partial(loads.steady, "conversation", loads.CONVERSATION, machine)
-    cost = served(machine, cost, [load_at(cost, LOAD)], plan.window, stop)
-    found = load_at(cost, LOAD)
+    cost = served(machine, cost, [load_at(cost, load)], plan.window, stop)
+    found = load_at(cost, load)
     case = Case(found.workload, found.slo, plan.grid, plan.window, plan.warmup)
     say(f"{found.said}; SLO {found.slo}")
 
@@ -164,9 +172,9 @@ def _contest(machine: Machine, plan: Plan, start_s: float, stop: Callable[[], bo
             results += _searched(partial(LiveRig, machine, case, stop), plan, seed, start_s, stop)
     best = sorted(cells, key=lambda knobs: cells[knobs], reverse=True)[: plan.cells]
     candidates = [*best, *(r.knobs for r in results), DEFAULTS]
-    shares = truth(LiveRig(machine, case, stop), candidates, plan.rounds, speeds.of)
-    report(results, shares, grid.spent_s)
-    return summary(results, shares, grid.spent_s) | speeds.said()
+    rounds = truth(LiveRig(machine, case, stop), candidates, plan.rounds, speeds.of)
+    report(results, rounds, grid.spent_s)
+    return summary(results, rounds, grid.spent_s) | speeds.said()
 
 
 class Speeds:
@@ -224,8 +232,8 @@ def ours(rig: LiveRig, budget_s: float, seed: int, start_s: float, stop: Callabl
     return Choice(knobs, rig.spent_s, len(found.runs), len(found.runs))
 
 
-def truth(rig: LiveRig, candidates: Sequence[Knobs], rounds: int, part: Part = nullcontext) -> dict[Knobs, float]:
-    """Mean goodput of each of ``candidates``, by turns, in rounds that share their arrivals. Each round is a ``part``."""
+def truth(rig: LiveRig, candidates: Sequence[Knobs], rounds: int, part: Part = nullcontext) -> Rounds:
+    """``candidates`` by turns, in rounds that share their arrivals. Each round is a ``part``."""
     each = list(dict.fromkeys(rig.limits.clamp(knobs) for knobs in candidates))
     found: dict[Knobs, list[float]] = {knobs: [] for knobs in each}
     for number in range(rounds):
@@ -234,7 +242,23 @@ def truth(rig: LiveRig, candidates: Sequence[Knobs], rounds: int, part: Part = n
             for knobs in (*each[at:], *each[:at]):
                 found[knobs].append(rig.measure(knobs, _TRUTH_SEED + number).goodput)
                 say(f"  truth, round {number}: {knobs} {found[knobs][-1]:.2f} requests/s within the SLO")
-    return {knobs: statistics.fmean(values) for knobs, values in found.items()}
+    return found
+
+
+def means(rounds: Rounds) -> dict[Knobs, float]:
+    return {knobs: statistics.fmean(values) for knobs, values in rounds.items()}
+
+
+def held_out(result: Result, rounds: Rounds) -> float:
+    """Regret against settings that were the best without the round in which they are compared. NaN of a single round."""
+    mine = rounds[LIMITS.clamp(result.knobs)]
+    if len(mine) < 2:
+        return math.nan
+    theirs = []
+    for left_out in range(len(mine)):
+        without = {knobs: sum(values) - values[left_out] for knobs, values in rounds.items()}
+        theirs.append(rounds[max(without, key=lambda knobs: without[knobs])][left_out])
+    return 1 - sum(mine) / sum(theirs) if any(theirs) else 0.0
 
 
 def regret(result: Result, shares: dict[Knobs, float]) -> float:
@@ -249,12 +273,16 @@ def ratio(results: Sequence[Result], shares: dict[Knobs, float], rival: str) -> 
     return math.exp(statistics.fmean(math.log(worth[OURS, seed] / worth[rival, seed]) for seed in seeds))
 
 
-def summary(results: Sequence[Result], shares: dict[Knobs, float], grid_s: float) -> dict[str, object]:
+def summary(results: Sequence[Result], rounds: Rounds, grid_s: float) -> dict[str, object]:
     """The JSON line."""
+    shares = means(rounds)
     mine = [r for r in results if r.contender == OURS]
     rivals = list(dict.fromkeys(r.contender for r in results if r.contender != OURS))
     return {
         "regret": round(statistics.fmean(regret(r, shares) for r in mine), 4),
+        "regret_held_out": round(statistics.fmean(held_out(r, rounds) for r in mine), 4)
+        if len(rounds[DEFAULTS]) > 1
+        else None,
         "time_share_of_grid": round(statistics.fmean(r.choice.spent_s for r in mine) / grid_s, 4),
         **{
             f"vs_{name.replace(', ', '_').replace(' ', '_')}": round(ratio(results, shares, name), 3) for name in rivals
@@ -264,9 +292,11 @@ def summary(results: Sequence[Result], shares: dict[Knobs, float], grid_s: float
     }
 
 
-def report(results: Sequence[Result], shares: dict[Knobs, float], grid_s: float) -> None:
+def report(results: Sequence[Result], rounds: Rounds, grid_s: float) -> None:
+    shares = means(rounds)
     for knobs, goodput in sorted(shares.items(), key=lambda one: one[1], reverse=True):
-        print(f"{goodput:7.2f} requests/s within the SLO: {knobs}")
+        each = ", ".join(f"{value:.2f}" for value in rounds[knobs])
+        print(f"{goodput:7.2f} requests/s within the SLO ({each}): {knobs}")
     for r in results:
         print(
             f"{r.contender:24s} seed {r.seed}  regret {regret(r, shares):7.1%}  time {r.choice.spent_s / grid_s:6.3f} of the "

@@ -34,7 +34,7 @@ from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS
 from benchmarks.vllm_live.client import Found, Run
 from benchmarks.vllm_live.summary import ADMITTED, BEST, Figures, compared, report, summary
 from benchmarks.vllm_sweep import __main__ as sweep_command
-from benchmarks.vllm_sweep.__main__ import AUTO_TUNE, FULL, QUICK, TPE, Result, ratio, regret, truth
+from benchmarks.vllm_sweep.__main__ import AUTO_TUNE, FULL, QUICK, TPE, Result, held_out, means, ratio, regret, truth
 from benchmarks.vllm_sweep.__main__ import OURS as SEARCHED
 from benchmarks.vllm_sweep.rig import Case, LiveRig
 from runtime.knobs import Knobs
@@ -231,8 +231,8 @@ class Fixed:
 def test_regret_is_against_the_best_of_all_that_was_measured() -> None:
     best, ours, low = Knobs(32, 0, 128, 128), Knobs(16, 0, 128, 128), Knobs(8, 0, 32, 32)
     rig = Fixed({best: 10.0, ours: 9.5, low: 5.0, DEFAULTS: 2.0})
-    shares = truth(rig, [best, ours, low, ours, DEFAULTS], 2)  # type: ignore[arg-type]
-    assert shares == rig.worth
+    rounds = truth(rig, [best, ours, low, ours, DEFAULTS], 2)  # type: ignore[arg-type]
+    assert (shares := means(rounds)) == rig.worth
     assert len(rig.measured) == 8 and [knobs for knobs, _ in rig.measured[:5]] == [best, ours, low, DEFAULTS, ours]
     assert len({seed for _, seed in rig.measured[:4]}) == 1 and rig.measured[0][1] != rig.measured[4][1]
     results = [
@@ -244,10 +244,21 @@ def test_regret_is_against_the_best_of_all_that_was_measured() -> None:
     assert ratio(results, shares, TPE) == pytest.approx(1.9) and ratio(results, shares, AUTO_TUNE) == pytest.approx(
         4.75
     )
-    shape = sweep_command.summary(results, shares, 1000.0)
+    shape = sweep_command.summary(results, rounds, 1000.0)
     assert {name: shape[name] for name in ("regret", "time_share_of_grid", "vs_tpe", "vs_auto_tune")} == {
         "regret": 0.05, "time_share_of_grid": 0.1, "vs_tpe": 1.9, "vs_auto_tune": 4.75
     }  # fmt: skip
+
+
+def test_the_best_by_luck_is_no_measure_of_regret() -> None:
+    ours, other = Knobs(16, 0, 128, 128), Knobs(32, 0, 128, 128)
+    lucky = {ours: [8.0, 8.0, 8.0, 8.0], other: [18.0, 7.0, 4.0, 7.0], DEFAULTS: [1.0, 1.0, 1.0, 1.0]}
+    mine = Result(SEARCHED, 1, Choice(ours, 100.0, 8, 8))
+    assert regret(mine, means(lucky)) == pytest.approx(1 / 9)
+    assert held_out(mine, lucky) == pytest.approx(1 - 32 / (8 + 7 + 4 + 7))
+    better = {**lucky, other: [10.0, 10.0, 10.0, 10.0]}
+    assert held_out(mine, better) == pytest.approx(regret(mine, means(better))) == pytest.approx(0.2)
+    assert sweep_command.summary([mine], {k: v[:1] for k, v in lucky.items()}, 1000.0)["regret_held_out"] is None
 
 
 def test_restarts_are_counted_and_not_waited_for(machine: Machine) -> None:
