@@ -79,6 +79,7 @@ class PredictiveController:
 
     def __init__(self, slo: SLO, start: Knobs, *, model: StepLearner | None = None) -> None:
         self.start = start
+        self._left_alone: dict[str, Any] = {name: getattr(start, name) for name in _LEFT_ALONE}
         self.regime = "learning"
         self._gain = FeedbackGain()
         self._budgeted = True  # whether each step goes by `budget`
@@ -268,7 +269,7 @@ class PredictiveController:
         learning = not ready or (self._budgeted and len(traffic.outputs) < 4)
         if target == math.inf and ready and (targets.unmet or not learning):
             self._beyond, self._steps.prefill_quantum = False, 0
-            opened = Knobs(limits.max_batch_size, 0.0, limits.token_budget, limits.chunk_size)
+            opened = Knobs(limits.max_batch_size, 0.0, limits.token_budget, limits.chunk_size, **self._left_alone)
             if targets.unmet:
                 return self._propose("infeasible", opened, "maximizing throughput")
             return self._propose("throughput", opened, "no target bounds a step: opening the knobs")
@@ -306,7 +307,7 @@ class PredictiveController:
         prompt = budget - decodes
         took = _ms(self._predicted(decodes, prompt))
         cause = f"predicted {took} for {decodes} decodes and {prompt} prompt tokens ({why}); {slots}"
-        return self._propose(regime, Knobs(batch, 0.0, budget, chunk), cause)
+        return self._propose(regime, Knobs(batch, 0.0, budget, chunk, **self._left_alone), cause)
 
     def _slots(self, seconds: float, knobs: Knobs, limits: KnobLimits) -> tuple[int, str]:
         """``max_batch_size`` for steps of ``seconds``, as predicted, and what had the last word in it."""
@@ -414,8 +415,8 @@ class PredictiveController:
         unmet = self._targets.unmet
         if unmet:
             cause = f"a single decode takes {1e3 * self._targets.floor:.1f} ms, so {unmet} cannot be met; {cause}"
-        if _LEFT_ALONE:
-            knobs = knobs.with_(**{name: getattr(self.start, name) for name in _LEFT_ALONE})
+        if any(getattr(knobs, name) != value for name, value in self._left_alone.items()):
+            knobs = knobs.with_(**self._left_alone)
         return Proposal(knobs, regime, cause, self._evidence(), unmet)
 
     def _evidence(self) -> dict[str, Any]:
