@@ -19,9 +19,10 @@ from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.families import family_of
 from autotune.engines.vllm.middleware import RejectionStatus
+from autotune.engines.vllm.requests import finish_reason
 from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
 from autotune.engines.vllm.serving import Options
-from autotune.engines.vllm.steering import Steering, _reason
+from autotune.engines.vllm.steering import Steering
 from autotune.engines.vllm.tuning import TunableScheduler
 from autotune.profile import save_profile
 from runtime.clock import VirtualClock
@@ -389,7 +390,7 @@ def test_who_cannot_be_told_of_a_rejection_is_late_instead() -> None:
 def test_what_vllm_calls_the_end_of_a_request() -> None:
     ends = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
     ends |= {"repetition": FinishReason.STOP, "error": FinishReason.ERROR, "anything": FinishReason.ERROR}
-    assert {said: _reason(said) for said in ends} == ends
+    assert {said: finish_reason(said) for said in ends} == ends
 
 
 @pytest.mark.parametrize(

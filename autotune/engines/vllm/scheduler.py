@@ -15,7 +15,8 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from autotune.engines.vllm.steering import Aborted, Steering, missing
+from autotune.engines.vllm.requests import Aborted
+from autotune.engines.vllm.steering import Steering
 from runtime.clock import Clock, MonotonicClock
 from runtime.ordering.priority import Priority
 
@@ -26,6 +27,14 @@ VERSIONS: Final = ((0, 31), (0, 33))
 REJECTED: Final = "autotune: "
 """How the ``stop_reason`` of a request begins that was ended here; after it come the seconds to retry in, and why."""
 UNTOUCHED: Final = "vLLM schedules as it would without autotune"
+NEEDED: Final = (
+    "running", "waiting", "requests", "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens",
+    "scheduler_config.max_num_batched_tokens", "scheduler_config.long_prefill_token_threshold", "policy",
+    "kv_cache_manager.watermark_blocks", "kv_cache_manager.get_computed_blocks", "kv_cache_manager.enable_caching",
+    "kv_cache_manager.block_pool.get_num_free_blocks", "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
+    "kv_cache_manager.coordinator.single_type_managers", "max_model_len", "kv_cache_config",
+)  # fmt: skip
+"""What a scheduler must have to be tuned."""
 _STRICT_S: Final = 1e9  # vLLM's priorities outweigh any waiting
 _QUEUES: Final = ("waiting", "kv_holding_waiting", "skipped_waiting")  # of which each version has its own
 _AnyScheduler: Any = object  # to mypy: a class that may have any attribute, as vLLM's schedulers may
@@ -86,6 +95,19 @@ def unfit_version(version: str) -> str | None:
         return None
     between = " to ".join(".".join(map(str, one)) for one in dict.fromkeys(VERSIONS))
     return f"it is version {version}, and this was made for {between}"
+
+
+def missing(scheduler: object) -> list[str]:
+    """Those of :data:`NEEDED` that ``scheduler`` does not have."""
+    return [name for name in NEEDED if not _has(scheduler, name)]
+
+
+def _has(found: object, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
 
 
 def steered(base: type[Any]) -> type[Any]:

@@ -1,0 +1,362 @@
+"""What becomes of each request of one vLLM scheduler: who waits, runs, is late, has ended.
+
+Beside each of vLLM's requests stands one of our own sequences, so that admission, slack and the waiting order are the engine's
+own, and mean the same here. What is done to a sequence is done to vLLM's request: its priority says whose turn it is, and who is
+rejected is ended in vLLM too, and told with the next outputs.
+
+Steps are those of :mod:`autotune.engines.vllm.steering`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from autotune.engines.vllm.families import Families, Refusal
+from autotune.engines.vllm.kv import KvPool
+from runtime.clock import Clock
+from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
+from runtime.llm.prefill_rate import RateSource
+from runtime.llm.scheduler import Finished
+from runtime.llm.slack import SlackTracker
+from runtime.llm.waiting import WaitingQueue, key_anew, precedes, put_behind
+from runtime.ordering import Ordering, ordering_of
+from runtime.records import FinishReason, RequestRecord
+from runtime.request import Request, SamplingParams, Sequence
+from runtime.shared.expiries import Expiries
+from runtime.shared.settings import Settings
+from runtime.slo import SLO
+
+CLASS: Final = "request_class"
+TENANT: Final = "tenant"
+"""Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
+_FIRST: Final = -1e15  # of what runs: it stands before all that waits, should it be preempted
+_REASONS: Final = {
+    "stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED,
+}  # fmt: skip
+_NO_PARAMS: Final = SamplingParams()
+
+
+class Aborted(NamedTuple):
+    """A request of vLLM's that was ended here, and what its client is to be told."""
+
+    request: Any
+    why: str
+    retry_after_s: float | None
+
+
+class SteeredRequests:
+    """The requests of ``scheduler``. One thread.
+
+    ``drop`` ends requests in vLLM, by their ids, and tells nobody of it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        clock: Clock,
+        drop: Callable[[list[str]], object],
+        settings: Settings,
+        slos: Mapping[str, SLO],
+        ordering: Ordering,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.kv = KvPool(scheduler)
+        self.slack = SlackTracker(slos)
+        self.waiting = WaitingQueue(ordering)
+        self.prefills: dict[Sequence, None] = {}
+        self.decodes: dict[Sequence, int] = {}
+        """With each its tokens computed, less ``_advanced``."""
+        self.coming: Request | None = None
+        """What vLLM is about to be given, where that is known better than from its request."""
+        self.newest: Sequence | None = None
+        """The latest request added; with ``refusal``, why it was not accepted."""
+        self.refusal: Verdict | None = None
+        self.ended: list[Finished] = []
+        """Requests that have ended since they were last taken."""
+        self._scheduler, self._drop = scheduler, drop
+        self._own_ordering = ordering
+        self._admission: Admission | None = None
+        self._expiries: Expiries[Sequence] = Expiries(lambda sequence: sequence.state == "finished")
+        self._by_name: dict[str, Sequence] = {}
+        self._aborted: list[Aborted] = []
+        self._families = Families()
+        self._step = 0  # that have landed with decodes
+        self._advanced = 0  # steps planned in which every decode got its token
+        self._offsets = 0  # sum of the values of ``decodes``
+        self._order = 0  # in which sequences began
+
+    def give_back_priorities(self) -> None:
+        """Of :meth:`let_go` what clients said of their requests."""
+        for sequence in self._by_name.values():
+            sequence.data.priority = -sequence.request.priority
+
+    def adding(self, request: Any) -> bool:
+        """vLLM is about to queue ``request``. False if it has it already."""
+        if request.request_id in self._by_name:
+            return False
+        ours, self.coming = self.coming or self._request_of(request), None
+        sequence = Sequence(ours)
+        sequence.data = request
+        self.newest, self.refusal = sequence, None
+        self._by_name[request.request_id] = sequence
+        self._families.joined(request.request_id, sequence)
+        self._queue(sequence)
+        request.priority = sequence.key
+        if ours.expires is not None:
+            self._expiries.add(sequence, ours.expires)
+        return True
+
+    def refused(self) -> None:
+        """vLLM has not queued it after all, and whoever added it knows."""
+        if self.newest is not None:
+            self.end(self.newest, FinishReason.ERROR, self.clock.now())
+
+    def added(self) -> None:
+        """vLLM has queued it: the admission policy decides."""
+        sequence, admission = self.newest, self._admission
+        if self._families.doomed:
+            self._end_doomed()
+        if sequence is None or admission is None or sequence.state == "finished":
+            return
+        now = self.clock.now()
+        first = [s for s in self.prefills if precedes(s, sequence)]
+        verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
+        if verdict is not None:
+            late = admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
+            if late[0] is sequence and not self._relegates(admission, sequence, verdict):
+                self.refusal = verdict
+            for one in late:
+                self._late(admission, one, verdict, now)
+        if self._families.doomed:
+            self._end_doomed()
+        if self.refusal is None and sequence.state == "waiting":
+            admission.queued(sequence)
+
+    def _request_of(self, request: Any) -> Request:
+        ago = max(0.0, time.time() - request.arrival_time)  # vLLM's arrivals are wall time
+        said = getattr(request.sampling_params, "extra_args", None) or {}
+        return Request(
+            id=request.request_id,
+            prompt=(),
+            params=_NO_PARAMS,
+            max_tokens=request.max_tokens,
+            arrival=self.clock.now() - ago,
+            priority=-int(request.priority),  # vLLM's lowest goes first
+            tenant=str(said.get(TENANT, "")),
+            request_class=str(said.get(CLASS, "default")),
+            prompt_len=request.num_prompt_tokens,
+        )
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.state = "waiting"
+        sequence.pending = sequence.target - self.kv.cached(sequence.data)[0]
+        self.waiting.push(sequence)
+        self.slack.queued(sequence)
+
+    def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
+        """As the scheduler of our engine: relegate or end ``sequence``."""
+        if self._relegates(admission, sequence, verdict):
+            self._relegate(sequence)
+            return
+        sequence.retry_after = verdict.retry_after_s
+        self.reject(sequence, verdict.reason, now, why=verdict.why)
+
+    @staticmethod
+    def _relegates(admission: Admission, sequence: Sequence, verdict: Verdict) -> bool:
+        """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt cannot be empty:
+        its API server would make it a 500. Nor can that to a pooling request: its API server would end."""
+        request = sequence.data
+        wants = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+        pooled = getattr(request, "pooling_params", None) is not None
+        return wants or pooled or admission.relegates(sequence, verdict)
+
+    def _relegate(self, sequence: Sequence) -> None:
+        """Have it go behind those that can still be met, in vLLM's queue too."""
+        self.slack.left(sequence)
+        if sequence.state != "waiting":
+            put_behind(sequence)
+            return
+        self.waiting.relegate(sequence)
+        queue, request = self._scheduler.waiting, sequence.data
+        others = len(queue) - 1
+        queue.remove_requests({request})
+        if len(queue) == others:  # else it waits elsewhere for something
+            request.priority = sequence.key
+            queue.add_request(request)
+
+    def reject(
+        self,
+        sequence: Sequence,
+        reason: str,
+        now: float,
+        kind: FinishReason = FinishReason.REJECTED,
+        *,
+        why: str = "",
+    ) -> None:
+        """End ``sequence`` in vLLM too, and have its client told ``why`` with the next outputs."""
+        record = self.end(sequence, kind, now, reason)
+        if record is not None:
+            self.ended.append((sequence, record))
+            try:
+                self._drop([sequence.data.request_id])
+            finally:
+                if sequence.data.is_finished():
+                    self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
+                else:  # vLLM goes on with it
+                    sequence.data.priority = -sequence.request.priority
+            if kind is FinishReason.REJECTED:
+                self._families.refuse(sequence.data.request_id, Refusal(reason, why, sequence.retry_after))
+
+    def _end_doomed(self) -> None:
+        now = self.clock.now()
+        for sequence, refusal in self._families.take_doomed():
+            sequence.retry_after = refusal.retry_after
+            self.reject(sequence, refusal.reason, now, why=refusal.why)
+
+    def end(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
+        """Forget ``sequence``, which has ended or is about to. None if it had ended before."""
+        state = sequence.state
+        if state == "finished":
+            return None
+        sequence.state = "finished"
+        if state == "waiting":
+            self.waiting.removed(sequence)
+        self._leave(sequence)
+        sequence.generated = len(sequence.token_times)
+        sequence.cause = cause
+        record = sequence.record(reason, now, self.settings.current[0])
+        self.waiting.ended(record)
+        if self._admission is not None:
+            self._admission.ended(record)
+        name = sequence.data.request_id
+        self._families.left(name, sequence)
+        del self._by_name[name]  # the last: until then its priority is known
+        return record
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It runs no longer."""
+        self.prefills.pop(sequence, None)
+        self._offsets -= self.decodes.pop(sequence, 0)
+        self.slack.left(sequence)
+
+    def dropped(self, names: Iterable[str]) -> None:
+        """vLLM has ended these requests, or some of them, from outside a step."""
+        now = self.clock.now()
+        for name in names:
+            sequence = self._by_name.get(name)
+            if sequence is not None and sequence.data.is_finished():
+                record = self.end(sequence, finish_reason(sequence.data.get_finished_reason()), now)
+                if record is not None:
+                    self.ended.append((sequence, record))
+
+    @property
+    def admission(self) -> AdmissionPolicy | None:
+        return None if self._admission is None else self._admission.policy
+
+    def set_admission(
+        self,
+        policy: AdmissionPolicy | None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        source: RateSource | None = None,
+    ) -> None:
+        """End or relegate what comes too late from now on, by ``policy``; None accepts everything, in the order of before."""
+        order = None if policy is None else policy.order
+        wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
+        if wanted is not self.waiting.ordering or self.waiting.relegated_tokens:
+            other = None if wanted is self.waiting.ordering else wanted
+            self.waiting.reorder(wanted)
+            key_anew(self.prefills, other)  # one that has no key there keeps its own
+            self._requeue()
+        self._admission = made = (
+            None if policy is None else Admission(policy, self.slack, weights=weights, source=source)
+        )
+        if made is not None:
+            for sequence in self.waiting:
+                made.queued(sequence)
+
+    def _requeue(self) -> None:
+        """Have vLLM's queue stand as ours does."""
+        queue = self._scheduler.waiting
+        requests = [sequence.data for sequence in self.waiting]
+        queue.remove_requests(requests)
+        for sequence in self.waiting:
+            if not sequence.preemptions:
+                sequence.data.priority = sequence.key
+        for request in requests:
+            queue.add_request(request)
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next request times out, altogether or in the queue; inf if none does."""
+        expiry = self._expiries.next
+        return expiry if self._admission is None else min(expiry, self._admission.next_timeout)
+
+    def expire(self, now: float) -> None:
+        """End what has timed out."""
+        while (expiry := self.next_expiry) <= now:
+            admission = self._admission
+            if admission is not None and admission.next_timeout == expiry:
+                sequence, verdict = admission.timed_out()
+                self._late(admission, sequence, verdict, now)
+            else:
+                _, sequence = self._expiries.pop()
+                self.reject(sequence, "its timeout passed", now, FinishReason.TIMEOUT)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_name or self._aborted)
+
+    def _begin(self, sequence: Sequence, count: int, now: float, epoch: int) -> None:
+        if sequence.state != "waiting":
+            return
+        cached = sequence.data.num_computed_tokens - count
+        self.waiting.take(sequence)
+        sequence.state = "prefill"
+        sequence.computed = cached
+        self.prefills[sequence] = None
+        self._order += 1
+        sequence.data.priority = _FIRST + self._order  # vLLM preempts the highest: the newest
+        if sequence.scheduled is None:
+            sequence.scheduled, sequence.epoch_first, sequence.cached = now, epoch, cached
+
+    def _first_token(self, sequence: Sequence) -> None:
+        """It decodes from now on."""
+        del self.prefills[sequence]
+        self.decodes[sequence] = offset = sequence.data.num_computed_tokens - self._advanced
+        self._offsets += offset
+        sequence.state = "decode"
+        sequence.generated = len(sequence.token_times)
+        sequence.joined = self._step
+        self._order += 1
+        sequence.data.priority = 2 * _FIRST + self._order  # prompts are preempted before decodes
+        self.slack.decoding(sequence)
+
+    def _preempted(self, name: str) -> bool:
+        sequence = self._by_name.get(name)
+        if sequence is None or sequence.state == "waiting":
+            return False
+        self._leave(sequence)
+        sequence.generated = len(sequence.token_times)
+        sequence.computed = 0
+        sequence.target = sequence.request.prompt_len + sequence.generated
+        sequence.preemptions += 1
+        self._queue(sequence)
+        return True
+
+    def aborted(self) -> list[Aborted]:
+        """Those that were ended here since the last call: their clients wait for a word."""
+        found, self._aborted = self._aborted, []
+        return found
+
+    def take_ended(self) -> list[Finished]:
+        found, self.ended = self.ended, []
+        return found
+
+
+def finish_reason(said: object) -> FinishReason:
+    """Our word for vLLM's; what it calls anything else ended by a fault."""
+    return _REASONS.get(str(said), FinishReason.ERROR)
