@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from autotune.control.controllers.predictive.constants import PAUSE_S
 from autotune.control.controllers.predictive.controller import PredictiveController
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from benchmarks.controller import adversaries
@@ -167,13 +168,15 @@ class TestStartComparison:
         made = self.compared(0.8, 0.4)
         assert made.holds(20.0, False)
         made.decided(20.0, True)
-        self.serve(made, 210, 490, 0.8)
-        assert made.holds(49.0, False)
-        assert not made.holds(51.0, False)
-        made.decided(51.0, False)
-        self.serve(made, 520, 560, 0.3)
-        assert made.holds(56.0, False)
-        made.decided(56.0, True)
-        self.serve(made, 570, 1100, 0.8)
-        assert made.holds(110.0, False)
-        assert not made.holds(117.0, False)
+        self.serve(made, 210, 790, 0.8)
+        assert made.holds(20.0 + PAUSE_S - 1, False)
+        again = 20.0 + PAUSE_S + 1
+        assert not made.holds(again, False)
+        made.decided(again, False)
+        self.serve(made, int(10 * again) + 10, int(10 * again) + 50, 0.3)
+        back = again + 5
+        assert made.holds(back, False)
+        made.decided(back, True)
+        self.serve(made, int(10 * back) + 10, int(10 * (back + 2 * PAUSE_S)), 0.8)
+        assert made.holds(back + 2 * PAUSE_S - 1, False)
+        assert not made.holds(back + 2 * PAUSE_S + 1, False)
