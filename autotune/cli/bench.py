@@ -68,7 +68,8 @@ def bench(
     ] = None,
     classes: ProfiledClasses = None,
     rate: Annotated[
-        float | None, Option(help="Requests/s.  (default: the profile's, or 80% of what saturates the engine)")
+        float | None,
+        Option(help="Requests/s.  (default: the workload's own, the profile's, or 80% of what saturates the engine)"),
     ] = None,
     duration: Annotated[str, Option(help="How long requests arrive in each turn: 30s or 2m.")] = "30s",
     rounds: Annotated[
@@ -99,6 +100,7 @@ def bench(
     """Compare, print, and plot; 1 when nothing could be measured."""
     from autotune.bench import controlled, defaults, parse_fixed, plotting
     from autotune.bench import fixed as at
+    from autotune.bench.loads import check_lasts
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import (
@@ -193,6 +195,7 @@ def bench(
             )
             found_load = run.load(workload, target, rate, given, with_classes)
             if found_load is not None:
+                check_lasts(found_load.workload, seed, rounds, length)
                 run.measure(found_load)
     return _finish(run, found_load, out, as_json)
 
@@ -226,7 +229,7 @@ class _Run:
         from autotune.measure.evaluate import Interrupted
 
         if profile is not None:
-            return loads.of_profile(profile, spec, slo, rate, classes)
+            return loads.of_profile(self.engine, self.facts, profile, spec, slo, rate, classes)
         display = self._display()
         display.stage("calibrating")
         try:
@@ -328,7 +331,8 @@ def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) 
 def _shape(
     run: _Run, load: BenchLoad, comparison: PairedComparison, baseline: Contender, stopped: bool
 ) -> dict[str, Any]:
-    differences = [comparison.difference(c, baseline) for c in comparison.contenders if c != baseline]
+    others = [c for c in comparison.contenders if c != baseline]
+    differences = [comparison.difference(c, baseline) for c in others]
     return {
         "status": "stopped" if stopped else "complete",
         "model": run.facts.model_dump(mode="json"),

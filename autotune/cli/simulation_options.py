@@ -86,7 +86,7 @@ class SimulationOptions:
         from autotune.cost.price import parse_price
         from autotune.profile import find_profile, load_profile
         from autotune.simulate.scenario import Scenario, parse_speeds
-        from autotune.workload import named_options, parse_workload
+        from autotune.workload import named_options, named_rate, parse_workload
         from runtime.slo import SLO
 
         if controller is not None:
@@ -122,7 +122,7 @@ class SimulationOptions:
         self.as_profiled = plain and not self.foreign and self._same_slos(scenario)
         """Whether nothing but the requests differs from what the profile measured."""
         self.named = named_options(workload) if workload is not None else set()
-        self.rate = parse_workload(workload).rate if workload is not None and self.named & {"rate", "time"} else None
+        self.rate = None if workload is None else named_rate(workload)
         self.settings = {"requested": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
