@@ -17,6 +17,7 @@ pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Tri
 from runtime import Engine
 from runtime.errors import InputError, StepFailedError, UnsupportedModelError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.records import StepRecord
 from runtime.torch_backend import backends, executor, kv_pool, loading, pool_size
 from runtime.torch_backend import self_test as self_test_module
 from runtime.torch_backend.attention import PackedModel
@@ -31,7 +32,7 @@ from runtime.torch_backend.kv_pool import KVPool, default_kv_blocks
 from runtime.torch_backend.loading import LoadedModel, from_model, load_model
 from runtime.torch_backend.self_test import self_test
 from tests.unit import loading_models
-from tests.unit.executor_harness import TinyModel, prompts, reference, run, tiny
+from tests.unit.executor_harness import Oracle, TinyModel, prompts, reference, run, tiny
 from tests.unit.recording import Recorder
 from tests.unit.test_cuda_backend import FEW
 from tests.unit.test_self_test import SHAPE, loaded_model
@@ -109,6 +110,20 @@ def test_recorded_steps_read_the_same_pool() -> None:
     made = TorchExecutor(loaded, kv_blocks=12, block_size=8, backend=backend, max_batch_size=2)
     outputs, failures, _ = run(made, work, KNOBS)
     assert not failures and outputs == expected and recorder.replayed
+
+
+@pytest.mark.slow
+def test_sequences_that_are_preempted_or_draft_have_the_same_tokens() -> None:
+    loaded = in_8_bits(num_hidden_layers=1)
+    work = list(zip(prompts([13, 17], seed=2), [14, 12], strict=True))
+    expected = [rounded(loaded, p, n) for p, n in work]
+    heard: list[StepRecord] = []
+    drafter = Oracle({str(i): tokens for i, tokens in enumerate(expected)})
+    made = TorchExecutor(loaded, kv_blocks=5, block_size=8, backend=FEW)
+    knobs = KNOBS.with_(draft_tokens=3)
+    outputs, failures, preemptions = run(made, work, knobs, drafter=drafter, heard=heard)
+    assert not failures and outputs == expected
+    assert preemptions and sum(step.accepted for step in heard) > 3
 
 
 @pytest.mark.slow
