@@ -64,7 +64,7 @@ class ModelInfo:
     """A language model as it is served. What nobody knows of it is empty or 0.
 
     ``device``: its kind, "cpu" or "cuda". ``max_model_len``: most tokens (prompt + output) of one request.
-    ``kv_bytes_per_token``: K and V of all layers.
+    ``kv_bytes_per_token``: K and V of all layers, kept in ``kv_cache_dtype``: "auto" is ``dtype``.
     """
 
     name: str
@@ -76,6 +76,7 @@ class ModelInfo:
     device: str = ""
     kv_bytes_per_token: int = 0
     random_weights: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)

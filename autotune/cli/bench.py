@@ -19,8 +19,10 @@ from autotune.cli.options import (
     EngineArguments,
     Gpu,
     ProfiledClasses,
+    ProfiledKvCacheDtype,
     check_classes,
     check_device,
+    check_kv_cache_dtype,
     check_rate,
     checked,
     engine_of,
@@ -93,6 +95,7 @@ def bench(
     cpu: Cpu = False,
     gpu: Gpu = False,
     dtype: Dtype = "auto",
+    kv_cache_dtype: ProfiledKvCacheDtype = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
     out: Annotated[Path | None, Option("--out", "-o", help="A page of plots to write, .html.")] = None,
     as_json: AsJsonOfARun = False,
@@ -115,13 +118,15 @@ def bench(
     )
     from autotune.control.controllers.registry import find
     from autotune.engines.defaults import VLLM_DEFAULTS
-    from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise
+    from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise, stored_otherwise
     from autotune.profiling.space import WIDEST
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits, Knobs
     from runtime.slo import SLO
 
     check_device(cpu, gpu)
+    if kv_cache_dtype is not None:
+        check_kv_cache_dtype(kv_cache_dtype)
     check_rate("--rate", rate)
     length = seconds(duration, option="--duration", least=_SHORTEST_S)
     target = None if slo is None else checked("--slo", SLO.parse, slo)
@@ -133,6 +138,7 @@ def bench(
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
+    stored = kv_cache_dtype or ("auto" if given is None else given.model.kv_cache_dtype)
     aim = given.slo if target is None and given is not None else target  # None: a calibration's, which has a TTFT
     if reject_late and aim is not None and aim.ttft_ms is aim.e2e_ms is None:
         raise InputError("--reject-late needs to know what is late: add a TTFT, as in --slo ttft=500ms,tpot=50ms")
@@ -171,15 +177,18 @@ def bench(
         check_dtype(chosen, dtype)
         source = load(
             by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
-            arguments=arguments,
+            kv_cache_dtype=stored, arguments=arguments,
         )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
         console.print(
             heading(source.model.name, found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
         )
-        other = "" if given is None else measured_on_another(given.engine, source.name, source.version)
-        for line in [*source.introduction, *([f"note: {other}"] if other else [])]:
+        others = [] if given is None else [
+            measured_on_another(given.engine, source.name, source.version),
+            stored_otherwise(given.model, source.model.kv_cache_dtype),
+        ]  # fmt: skip
+        for line in [*source.introduction, *(f"note: {other}" for other in others if other)]:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         tokens = source.default_kv_tokens()
         if tokens is not None:
@@ -297,7 +306,7 @@ class _Run:
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
         rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")
         return (
-            f"model {self.facts.name} ({self.facts.dtype}) · workload {load.spec}{lengths} · {rate}\n"
+            f"model {self.facts.name} ({self.facts.dtypes}) · workload {load.spec}{lengths} · {rate}\n"
             f"SLO {load.slo}{why}\n{classes}"
             f"{self.rounds} round{'' if self.rounds == 1 else 's'} of {', '.join(c.name for c in self.contenders)}; "
             f"{self.duration:g} s a turn" + (f"; control is {self.controller}" if self.controller else "")

@@ -193,6 +193,7 @@ def _measured(
         device="cuda" if gpu else "cpu",
         seed=then.seed or 0,
         max_model_len=then.max_model_len,
+        kv_cache_dtype=then.kv_cache_dtype,
         arguments=arguments,
     )
     if other := measured_on_another(facts, source.name, source.version):

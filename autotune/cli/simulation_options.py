@@ -180,7 +180,7 @@ class SimulationOptions:
         warning = f"\n{profile.warning}" if profile.warning else ""
         warning += "".join(f"\nwarning: {text}" for text in self.warnings[len(profile.warnings) :])
         return (
-            f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
+            f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtypes}) on "
             f"{describe(profile.machine)}{speeds}\n"
             f"cost model {profile.cost_model.family}, error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"

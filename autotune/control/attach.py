@@ -149,7 +149,12 @@ def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
 
 def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
-    from autotune.profile.fingerprint import measured_elsewhere, measured_on_another, recorded_otherwise
+    from autotune.profile.fingerprint import (
+        measured_elsewhere,
+        measured_on_another,
+        recorded_otherwise,
+        stored_otherwise,
+    )
 
     if isinstance(profile, CallableProfile):
         about = engine.facts.callable
@@ -170,7 +175,8 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     facts = engine.facts
     by = "" if engine.capabilities.virtual_time else measured_on_another(profile.engine, facts.engine, facts.version)
     ladder = recorded_otherwise(profile, facts.graph_sizes, engine.limits.max_batch_size)
-    return "; ".join(text for text in (elsewhere, by, other, ladder) if text)
+    stored = stored_otherwise(profile.model, model.kv_cache_dtype)
+    return "; ".join(text for text in (elsewhere, by, other, ladder, stored) if text)
 
 
 __all__ = ["attach", "warm_model"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from autotune.profile.document import Profile
-from autotune.profile.parts import EngineFacts, GpuInfo, Machine, Software
+from autotune.profile.parts import EngineFacts, GpuInfo, Machine, ModelFacts, Software
 from autotune.version import __version__
 
 FLAGS = (
@@ -130,6 +130,13 @@ def measured_on_another(profiled: EngineFacts, name: str, version: str) -> str:
     if (profiled.name, profiled.version) == (name, version):
         return ""
     return f"profile was measured on {profiled}, not on {name} {version}"
+
+
+def stored_otherwise(profiled: ModelFacts, kv_cache_dtype: str) -> str:
+    """How a KV pool kept in ``kv_cache_dtype`` is not the one of a profile, in words; empty if it is."""
+    if profiled.kv_cache_dtype == kv_cache_dtype:
+        return ""
+    return f"profile was measured with kv_cache_dtype {profiled.kv_cache_dtype}, not {kv_cache_dtype}"
 
 
 def recorded_otherwise(profiled: Profile, sizes: Sequence[int], slots: int) -> str:

@@ -22,7 +22,7 @@ from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
 from runtime.shared.ceilings import StepLoad
 from runtime.torch_backend.attention import FixedAttention, FixedSteps, PackedModel, StepInputs
-from runtime.torch_backend.backends import Backend, backend_for
+from runtime.torch_backend.backends import Backend, backend_for, check_kv_cache_dtype
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.current_device import made_current, on_its_device
 from runtime.torch_backend.faults import device_error
@@ -193,7 +193,9 @@ class TorchExecutor:
         with made_current(self.device):
             backend = backend or backend_for(loaded.device)
             recorded = max_batch_size is not None and backend.record is not None
-            self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded)
+            check_kv_cache_dtype(loaded.kv_cache_dtype, loaded.device, backend)
+            fp8 = loaded.kv_cache_dtype == "fp8"
+            self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded, fp8=fp8)
             self.overlaps = backend.overlaps if overlaps is None else overlaps
             """Whether a step may be launched while another is in flight, and gains by it."""
             self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)

@@ -30,6 +30,7 @@ def model_of(config: Any) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(config.device_config.device_type),
         kv_bytes_per_token=per_token,
+        kv_cache_dtype=str(cache.cache_dtype),
         random_weights=str(getattr(load.load_format, "value", load.load_format)) == "dummy",
     )
 
