@@ -149,7 +149,7 @@ class Truth:
             rows = rows if chunks else tokens
         if tokens >= len(self._graph):
             self._grow(2 * tokens)
-        milliseconds = (self._eager if chunks else self._graph)[tokens] + self._rows[min(rows, _ROWS)]
+        milliseconds = (self._eager if chunks and not recorded else self._graph)[tokens] + self._rows[min(rows, _ROWS)]
         milliseconds += self._layers * self._attention(decodes, decode_context, chunks)
         seconds: float = milliseconds / 1e3 + flags.host_s + flags.host_seq_s * sequences
         return max(seconds + flags.mixed_s * (not recorded), flags.mixed_floor_s) if chunks else seconds

@@ -23,6 +23,7 @@ from autotune.cost.shape import as_run
 from autotune.profile import Profile, load_profile, save_profile, serving
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.refit import cost_name, merged
+from autotune.profiling.space import round_number
 from autotune.profiling.steps import measure_steps, served_points
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.scenario import Scenario
@@ -229,8 +230,10 @@ def test_a_step_of_many_prompts_in_progress_is_not_recorded() -> None:
 
 
 def test_whole_tiles_are_recorded_sizes() -> None:
-    """Of steps that hold prompts for the larger part: what a controller rounds to leaves few dummies."""
+    """Of steps that hold prompts for the larger part: what a controller rounds to leaves no dummies. Nor do the budgets that a
+    search tries."""
     sizes = StepGraphs(prompts=prompt_ladder(8192, 1), sequences=256)
+    assert {round_number(n) for n in range(62, 2049)} <= set(sizes.prompts)
     for tokens in range(128, 2049):
         for decodes in range(0, min(tokens // 2, 256), 5):
             whole = whole_tiles(tokens, decodes)
