@@ -67,6 +67,7 @@ class CostModel:
         "_prefill_kv",
         "_prompt",
         "_prompt_rows",
+        "_recorded",
         "_rows",
         "_sequences",
         "_shape",
@@ -94,6 +95,7 @@ class CostModel:
         self._norm = _FROM_TABLE if self._more else self._shape.norm
         self._rows = facts.graphs.rows_by_decodes()  # computed in a step of so many decodes and no prompts
         self._prompt_rows, self._sequences = facts.graphs.rows_by_tokens(), facts.graphs.sequences
+        self._recorded = len(self._prompt_rows) - 1  # tokens of the largest step with prompts that is recorded
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
         self._grow(max(_FIRST_TABLE, len(self._rows), len(self._prompt_rows)))
@@ -114,7 +116,7 @@ class CostModel:
             if prefill:
                 outside += self._prompt
                 outside += self._mixed_kv * context
-            if tokens < len(self._prompt_rows) and decodes + chunks <= self._sequences and not drafted:
+            if tokens <= self._recorded and decodes + chunks <= self._sequences and not drafted:
                 tokens = self._prompt_rows[tokens]
             else:
                 outside += self._eager
