@@ -196,8 +196,7 @@ def bench(
         if with_classes:
             source = source.with_classes(with_classes)
         with running(source.start(limits=limits, seed=seed)) as live:
-            sizes, slots = live.facts.graph_sizes, live.limits.max_batch_size
-            if given is not None and (ladder := recorded_otherwise(given, sizes, slots)):
+            if given is not None and (ladder := recorded_otherwise(given, live.facts.graphs, live.limits)):
                 console.print(f"note: {ladder}", style="dim", markup=False, highlight=False, soft_wrap=True)
             run = _Run(
                 live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop, controller

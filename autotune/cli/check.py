@@ -206,7 +206,7 @@ def _measured(
     else:
         source = source.with_kv_tokens(pool.tokens)
     engine = source.start(limits=facts.limits, seed=profile.seed)
-    if ladder := recorded_otherwise(profile, engine.facts.graph_sizes, engine.limits.max_batch_size):
+    if ladder := recorded_otherwise(profile, engine.facts.graphs, engine.limits):
         differs.append(ladder)
     display, work = Display(console, ""), OtherWork()
     needs = 1 if gpu else threads or 1

@@ -235,8 +235,7 @@ def _serve_here(
         log = None if records is None else stack.enter_context(RecordLog(records))
         engine = stack.enter_context(serving.start(requested))
         last.callback(end_if_lost, engine)  # when all else is closed
-        facts, slots = engine.facts, engine.limits.max_batch_size
-        if profile is not None and (ladder := recorded_otherwise(profile, facts.graph_sizes, slots)):
+        if profile is not None and (ladder := recorded_otherwise(profile, engine.facts.graphs, engine.limits)):
             print(f"note: {ladder}", file=sys.stderr)
         if profile is not None and (stored := stored_otherwise(profile.model, requested.kv_cache_dtype)):
             print(f"note: {stored}", file=sys.stderr)

@@ -137,7 +137,7 @@ class Scenario:
             jitter_by_time=True,
             seed=seed,
             acceptance=self.workload.acceptances if self.workload.may_draft else 0.0,
-            graph_sizes=self.cost.facts.graph_sizes,
+            graphs=self.cost.facts.graphs,
         )
 
     def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from runtime.ordering import Ordering
 from runtime.request import SamplingParams
 from runtime.shared.progress import progress_bar
 from runtime.slo import SLO, RequestClass
+from runtime.step_model import NO_GRAPHS
 from runtime.tunable import Facts, StepPolicy
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Engine(TunableEngine):
             prefix_cache=share != "none",
             growth_reserve=1,
             model=replace(parts.info, max_model_len=context),
-            graph_sizes=getattr(parts.executor, "graph_sizes", ()),
+            graphs=getattr(parts.executor, "graphs", NO_GRAPHS),
         )
         self._intake = Intake(
             served,
