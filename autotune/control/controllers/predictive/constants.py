@@ -31,7 +31,7 @@ STALE_S = 60.0  # after they were left, what is known of them is out of date
 SURE, CERTAIN = 2.0, 3.0  # standard errors: to come back to the starting knobs, and to leave them
 GOOD = 0.9  # share of requests in time with which the starting knobs need not be tried
 FINE = 0.98  # and with which they are not left again
-PAUSE_S, LONGEST_PAUSE_S = 60.0, 480.0
+PAUSE_S, LONGEST_PAUSE_S = 30.0, 480.0
 HELPS = 0.25  # how much cheaper larger steps are, from which on smaller ones may cost goodput
 DECODING_S = 0.5  # of decoding, of which a few requests soon tell
 
