@@ -96,10 +96,10 @@ def _add_records(summary: Summary, log: Path, records: Path) -> str | None:
     run = read_run(log, records)
     if not summary.last_open:
         return f"the last run has ended, and its requests are in the log: {records} adds nothing"
-    if not run.slo_periods:
-        return f"the log does not state the SLO of its last run: the {len(run.records)} requests in {records} cannot be judged"
     if not run.records:
         return run.unrecorded
+    if not run.slo_periods:
+        return f"the log does not state the SLO of its last run: the {len(run.records)} requests in {records} cannot be judged"
     summary.add_last(_outcomes(log, run))
     return None
 
