@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from autotune.bench.comparing import METRICS, Difference, Estimate, PairedComparison
 from autotune.bench.contenders import Contender
@@ -84,7 +85,7 @@ def _by_class(comparison: PairedComparison, classes: Sequence[RequestClass]) -> 
     names = [*own, *dict.fromkeys(name for _, seen in by_class for name in seen if name not in own)]
     for name in names:
         target = "" if name not in own else f", target {own[name].slo.attainment * 100:g}%"
-        table.add_column(f"{name}{target}", justify="right", no_wrap=True)
+        table.add_column(Text(f"{name}{target}"), justify="right", no_wrap=True)
     for contender, seen in by_class:
         cells = []
         for name in names:

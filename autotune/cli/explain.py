@@ -14,7 +14,9 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
 if TYPE_CHECKING:
+    from autotune.control.explain import Summary
     from autotune.control.tally import ClassTally
+    from autotune.report.run.story import Run
 
 HELP = (
     "Show what a controller did, and why, and where goodput went: LOG as a timeline, then how often each knob was changed, how "
@@ -34,7 +36,7 @@ def explain(
     records: Annotated[
         Path | None,
         Option(
-            help="The requests of LOG's last run, as autotune serve --records wrote them: of a run that was cut off."
+            help="The requests of LOG's last run, as autotune serve --records wrote them: of a run that has no end in LOG."
         ),
     ] = None,
     every: Annotated[
@@ -56,8 +58,7 @@ def explain(
         summary = summarize(decisions, knobs=knobs)
     except InputError as error:
         raise InputError(f"{log}: {error}") from None
-    if records is not None:
-        summary.outcomes, summary.open = _outcomes(log, records), 0
+    lacking = None if records is None else _add_records(summary, log, records)
     if as_json:
         shown = [d for d in decisions if not knobs or any(name in knobs for name, _, _ in d.changes)]
         changes = {name: {"count": n, "first": a, "last": b} for name, (n, a, b) in summary.changes.items()}
@@ -67,6 +68,7 @@ def explain(
             "would_change": summary.would_change,
             "regime_seconds": {name: round(seconds, 3) for name, seconds in summary.seconds.items()},
             "outcomes": {name: one.as_dict() for name, one in summary.outcomes.items()},
+            "lacking": [] if lacking is None else [lacking],
         }
         print(json.dumps(found))
         return DONE
@@ -80,19 +82,35 @@ def explain(
         print(line)
     if summary.open:
         runs = "a run that has" if summary.open == 1 else f"{summary.open} runs that have"
-        print(
-            f"requests  not known of {runs} no end in this log: --records FILE, if autotune serve wrote one, has them"
-        )
+        hint = ": --records FILE, if autotune serve wrote one, has them" if records is None else ""
+        print(f"requests  not known of {runs} no end in this log{hint}")
+    if lacking is not None:
+        print(f"records   {lacking}")
     return DONE
 
 
-def _outcomes(log: Path, records: Path) -> dict[str, ClassTally]:
-    """How the requests of the last run ended, by class, each judged by the SLO of when it came."""
-    from autotune.control.tally import ClassTally
+def _add_records(summary: Summary, log: Path, records: Path) -> str | None:
+    """Count the requests of the last run in ``summary``; else why not, in a sentence."""
     from autotune.report.run import read_run
 
     run = read_run(log, records)
+    if not summary.last_open:
+        return f"the last run has ended, and its requests are in the log: {records} adds nothing"
+    if not run.records:
+        return run.unrecorded
+    if not run.slo_periods:
+        return f"the log does not state the SLO of its last run: the {len(run.records)} requests in {records} cannot be judged"
+    summary.add_last(_outcomes(log, run))
+    return None
+
+
+def _outcomes(log: Path, run: Run) -> dict[str, ClassTally]:
+    """How the requests of ``run`` ended, by class, each judged by the SLO of when it came."""
+    from autotune.control.tally import ClassTally
+
     weights = run.decisions[0].evidence.get("weights", {})
+    if not isinstance(weights, dict) or not all(isinstance(weight, int | float) for weight in weights.values()):
+        raise InputError(f"{log}: the weights of the attach are {weights!r:.40}; they must be numbers by class")
     found: dict[str, ClassTally] = {}
     for record in run.records:
         name = run.class_of(record)

@@ -139,6 +139,7 @@ def _essentials(made: Report, page: Path) -> dict[str, Any]:
         "slo_met": evidence.profile.slo_met,
         "knobs": chosen.knobs.as_dict(),
         "objective": evidence.profile.objective,
+        "stage": chosen.point.stage,
         "goodput": chosen.point.goodput.mean,
         "attainment": chosen.point.attainment,
         "baseline_goodput": None if baseline is None else baseline.goodput.mean,

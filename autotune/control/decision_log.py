@@ -9,8 +9,10 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -21,6 +23,7 @@ from runtime.shared.json_lines import drop_cut_line, holds_something_else, whole
 VERSION = 1
 _IN_MEMORY = 1024  # decisions
 _JOIN_TIMEOUT_S = 5.0  # for a writer to write what is left
+_LOCK_TIMEOUT_S, _LOCK_POLL_S = 1.0, 0.01
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,14 @@ class Decision(NamedTuple):
         """(knob, old, new) of the knobs that differ."""
         return [(s.name, self.old[s.name], self.new[s.name]) for s in KNOBS if self.old[s.name] != self.new[s.name]]
 
+    @property
+    def local_time(self) -> datetime | None:
+        """``wall`` as a date and time of the reader's; None where there is none, or it is no time that a calendar has."""
+        try:
+            return None if self.wall is None else datetime.fromtimestamp(self.wall)
+        except (OverflowError, OSError, ValueError):
+            return None
+
 
 def _written(values: Mapping[str, float]) -> dict[str, float]:
     """``values`` without knobs that came later and are at their default: as lines from before have them."""
@@ -77,8 +88,8 @@ class DecisionLog:
     reported in the program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting.
     :meth:`join` waits until all is written, as does the end of the program.
 
-    Raises :class:`InputError` for a file that cannot be opened. One that cannot be written later, because the disk is full,
-    ends with a line in the program's log: it must not stop an engine.
+    Raises :class:`InputError` for a file that cannot be opened, and for one that another controller writes. One that cannot be
+    written later, because the disk is full, ends with a line in the program's log: it must not stop an engine.
     """
 
     def __init__(self, path: str | Path | None, *, queue_size: int = 4096) -> None:
@@ -167,19 +178,44 @@ class DecisionLog:
 
 
 def open_to_append(path: str | Path) -> TextIO | None:
-    """The file at ``path``; None for a pipe, which can only be opened once somebody reads it.
+    """The file at ``path``, locked until it is closed; None for a pipe, which can only be opened once somebody reads it.
 
-    Raises :class:`InputError` for a file that cannot be written, or that holds something else than decisions.
+    Raises :class:`InputError` for a file that cannot be written, that holds something else than decisions, or that another
+    controller writes: of two logs in one file nobody could tell which knobs were whose.
     """
     try:
         if Path(path).is_fifo():
             return None
         if holds_something_else(path, "action", "cause"):
             raise InputError(f"log: {path} exists and is no decision log; name another file")
-        drop_cut_line(path)
-        return open(path, "a", encoding="utf-8")
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(open(path, "a", encoding="utf-8"))
+            if Path(path).is_file() and not _locked(file):  # devices are for many
+                raise InputError(f"log: another controller writes its decisions to {path}; name another file")
+            drop_cut_line(path)
+            opened.pop_all()  # it stays open
+        return file
     except OSError as error:
         raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
+
+
+def _locked(file: TextIO) -> bool:
+    """False if somebody else holds ``file``. One that has just been detached still does while it writes what is left."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return True
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_S)
+        except OSError:  # a file system without locks
+            return True
 
 
 def read_decisions(path: str | Path) -> Iterator[Decision]:
@@ -252,9 +288,16 @@ SHORT = {spec.name: spec.short for spec in KNOBS} | {"max_wait_ms": "wait_ms", "
 
 def describe(decision: Decision) -> tuple[str, str]:
     """(what happened, why) of a decision, for a person."""
-    what = "  ".join(f"{SHORT[name]} {old:.10g} → {new:.10g}" for name, old, new in decision.changes)
+    what, why = worded(decision)
+    return "  ".join(" ".join(line.split()) for line in what), why
+
+
+def worded(decision: Decision, knobs: Collection[str] = ()) -> tuple[list[str], str]:
+    """The same with a line for each knob that changed, values below each other; ``knobs``: only these, unless empty."""
+    changes = [change for change in decision.changes if not knobs or change[0] in knobs]
+    what = [f"{SHORT[name]:<12} {old:.10g} → {new:.10g}" for name, old, new in changes]
     if decision.action == "observe":
-        what = f"(would set) {what}"
+        what = [f"(would set) {line}" for line in what]
     elif decision.action != "set" or not what:
-        what = f"{decision.action}  {what}".rstrip()
+        what.insert(0, decision.action)
     return what, f"{decision.cause} [{decision.regime}]" if decision.regime else decision.cause

@@ -5,10 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import groupby, zip_longest
 
-from autotune.control.decision_log import SHORT, Decision
+from autotune.control.decision_log import SHORT, Decision, worded
 from autotune.control.tally import ClassTally, losses
 from runtime.errors import InputError
 
@@ -33,19 +32,13 @@ def timeline(
     """
     day = ""
     for decision in _folded(decisions) if fold else decisions:
-        changes = [c for c in decision.changes if not knobs or c[0] in knobs]
-        if knobs and not changes:
+        if knobs and not any(name in knobs for name, _, _ in decision.changes):
             continue
         date, time = _when(decision)
         if dates and date != day:
             day = date
             yield date
-        what = [f"{SHORT[name]:<12} {old:.10g} → {new:.10g}" for name, old, new in changes]
-        if decision.action == "observe":
-            what = [f"(would set) {line}" for line in what]
-        elif decision.action != "set" or not what:
-            what.insert(0, decision.action)
-        why = f"{decision.cause} [{decision.regime}]" if decision.regime else decision.cause
+        what, why = worded(decision, knobs)
         lines = [why]
         if width is not None:
             lines = textwrap.wrap(why, max(_NARROWEST, width - len(f"{time}  {what[0]:<25}  ")), break_on_hyphens=False)
@@ -73,10 +66,11 @@ def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
 class Summary:
     """``changes``: for each knob how often it was changed, its first and its last value. ``seconds``: time per regime.
     ``outcomes``: how the requests of each class ended, as far as the log tells; ``open``: runs of which it does
-    not, for they have not ended, or were cut off."""
+    not, for they have not ended, or were cut off; ``last_open``: whether the last run is one of these."""
 
     outcomes: dict[str, ClassTally] = field(default_factory=dict)
     open: int = 0
+    last_open: bool = False
     changes: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     would_change: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -94,17 +88,24 @@ class Summary:
             yield f"regimes   {', '.join(spent)}"
         yield from losses(self.outcomes)
 
+    def add_last(self, ended: Mapping[str, ClassTally]) -> None:
+        """The requests of the last run, which is open, are known from elsewhere."""
+        self.open, self.last_open = self.open - 1, False
+        _add(self.outcomes, ended)
+
 
 def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> Summary:
     """What a log came to. A run that was cut off counts up to its last decision; time under an operator's pause is apart."""
     found = Summary()
-    state, before, running = "", None, False
+    state, before = "", None
     for decision in decisions:
         if decision.action == "attach":
-            found.open, running = found.open + running, True
+            found.open, found.last_open = found.open + found.last_open, True
         elif decision.action == "detach":
-            running = False
-            _count(found.outcomes, decision)
+            found.last_open = False
+            _add(found.outcomes, _outcomes(decision))
+        elif before is None:  # the beginning of the log is missing
+            found.last_open = True
         if state and before is not None and decision.action != "attach":
             found.seconds[state] = found.seconds.get(state, 0.0) + _between(before, decision)
         for name, old, new in decision.changes:
@@ -117,21 +118,27 @@ def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> 
                 found.changes[name] = (count + 1, first, new)
         state = _state(decision, state)
         before = decision
-    found.open += running
+    found.open += found.last_open
     return found
 
 
-def _count(outcomes: dict[str, ClassTally], decision: Decision) -> None:
+def _outcomes(decision: Decision) -> dict[str, ClassTally]:
     given = decision.evidence.get("outcomes", {})
     if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
         raise InputError(
             f"the outcomes of the {decision.action} at {decision.at:g} s are {given!r:.40}; they must be by class"
         )
-    for name, one in given.items():
-        outcomes[name] = outcomes.get(name, ClassTally()) + ClassTally.of(one)
+    return {name: ClassTally.of(one) for name, one in given.items()}
+
+
+def _add(outcomes: dict[str, ClassTally], ended: Mapping[str, ClassTally]) -> None:
+    for name, one in ended.items():
+        outcomes[name] = outcomes.get(name, ClassTally()) + one
 
 
 def _state(decision: Decision, before: str) -> str:
+    if decision.action == "note":
+        return before
     if decision.action in ("detach", "kill"):
         return ""
     if decision.action == "pause":
@@ -149,12 +156,8 @@ def _between(earlier: Decision, later: Decision) -> float:
 
 def _when(decision: Decision) -> tuple[str, str]:
     """(day, time of day), or nothing and the seconds on the engine's clock."""
-    if decision.wall is not None:
-        try:
-            wall = datetime.fromtimestamp(decision.wall)
-            return f"{wall:%Y-%m-%d}", f"{wall:%H:%M:%S}.{wall.microsecond // 1000:03d}"
-        except (OverflowError, OSError, ValueError):
-            pass
+    if (wall := decision.local_time) is not None:
+        return f"{wall:%Y-%m-%d}", f"{wall:%H:%M:%S}.{wall.microsecond // 1000:03d}"
     return "", f"{decision.at:10.3f} s"
 
 

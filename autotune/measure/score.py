@@ -25,7 +25,7 @@ class Latency(BaseModel):
     ``cdf``: the percentiles of ``CDF_AT``; empty where no request has the metric, and in scores of earlier versions.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     p50: float | None
     p99: float | None
     cdf: tuple[float, ...] = ()
@@ -35,7 +35,7 @@ class StepStats(BaseModel):
     """The engine's steps inside the window. ``running``: sequences in a step. ``limited_by``: share of steps each bound
     held back."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     steps: int
     mean_ms: float
     p99_ms: float
@@ -54,7 +54,7 @@ class ClassScore(BaseModel):
     Scores of earlier versions lack these and the weight.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     slo: str
     weight: float = 1.0
     offered: int
@@ -88,7 +88,7 @@ class Score(BaseModel):
     ``classes`` has each class by itself, and is empty where there is one SLO for all (and in scores of earlier versions).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     setting: dict[str, int | float]
     epoch: int
     seed: int

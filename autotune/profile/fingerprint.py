@@ -118,7 +118,9 @@ def measured_elsewhere(profiled: Machine, *, gpu: bool) -> str:
     if profiled.kind == here.kind and not profiled.differences(here):
         return ""
     if profiled.kind == here.kind == "cpu" and profiled.cpu == here.cpu:
-        return f"profile was measured on {profiled.cores} cores, this machine has {here.cores}"
+        return (
+            f"profile was measured on {profiled.cores} core{'s' * (profiled.cores != 1)}, this machine has {here.cores}"
+        )
     if profiled.kind == "gpu" and not gpu:
         return f"profile was measured on {profiled.processor}, here the CPU is used"
     if gpu and profiled.kind == "cpu":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,18 +97,30 @@ def read_yaml(path: str | Path) -> object:
         raise InputError(f"{path}: not valid YAML: {where}{' '.join(str(problem).split())}") from None
 
 
+def first_object(text: str) -> dict[str, Any]:
+    """The JSON object that is the first line of ``text``, as of a log; empty where there is none (a profile is YAML of many
+    lines)."""
+    try:
+        first = json.loads(text.lstrip().partition("\n")[0])
+    except (ValueError, RecursionError):
+        return {}
+    return first if isinstance(first, dict) else {}
+
+
+def is_decision(fields: Mapping[str, Any]) -> bool:
+    """Whether the object of a line is a controller's decision."""
+    return "action" in fields and "cause" in fields
+
+
 def _another_kind(text: str, path: Path) -> str | None:
     """What a file plainly is instead of a profile, and what reads it; None for one that may be a profile."""
     line = text.lstrip().partition("\n")[0]
     if line.lower().startswith(("<!doctype html", "<html")):
         return "a page, perhaps a report already; name the profile it was made from"
-    try:
-        first = json.loads(line)
-    except (ValueError, RecursionError):
-        return None  # a profile is YAML of many lines
-    if not isinstance(first, dict) or not first:
+    first = first_object(text)
+    if not first:
         return None
-    if "action" in first and "cause" in first:
+    if is_decision(first):
         return f"a decision log, not a profile; `autotune explain {path}` prints it, `autotune report {path}` draws it"
     if "token_times" in first and "arrival" in first:
         return (

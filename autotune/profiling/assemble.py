@@ -266,15 +266,16 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
     """
     setup: Setup | None = findings.setup
     assert setup is not None
-    objective = Objective.under(setup)
+    objective, simulated = Objective.under(setup), balanced.stage == "simulation"
     if objective.name == "mean-e2e":
         took = "unknown" if balanced.e2e_mean_ms is None else f"{balanced.e2e_mean_ms:.4g} ms"
-        return True, f"the recommended setting has a mean E2E of {took} at {_rate(balanced)}; no SLO was aimed at"
+        has = "would by simulation have" if simulated else "has"
+        return True, f"the recommended setting {has} a mean E2E of {took} at {_rate(balanced)}; no SLO was aimed at"
     share = objective.shares
     if findings.capacity is None:
         return not objective.refuted(balanced), (
             f"stopped before the highest rate at which {share} meet the SLO was looked for; at {_rate(balanced)} offered, "
-            f"the balanced setting served {_share(balanced)} within it"
+            f"the balanced setting {'would by simulation serve' if simulated else 'served'} {_share(balanced)} within it"
         )
     tried = findings.capacity.tried
     missed = sorted((p for p in tried if objective.refuted(p)), key=lambda p: p.offered_rate)

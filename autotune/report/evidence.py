@@ -75,6 +75,11 @@ class Evidence:
         return settings.get(RECOMMENDED) or next(iter(settings.values()))
 
     @property
+    def simulated(self) -> bool:
+        """Whether the choice rests on simulation alone: the run was stopped before anything was measured."""
+        return self.recommended.point.stage == "simulation"
+
+    @property
     def compared(self) -> list[Point]:
         """The points the choice was made from: one each of the same stage and rate as the recommended one."""
         chosen = self.recommended.point
@@ -120,8 +125,8 @@ class Evidence:
 
 
 def targets(slo: SLO) -> list[LatencyBound]:
-    """What the SLO bounds, in the order of a request's life. A bound on gaps is held against TPOT, which profiles keep."""
-    found = [("TTFT", "ttft_p99_ms", slo.ttft_ms), ("TPOT", "tpot_p99_ms", slo.tpot_ms or slo.itl_ms)]
+    """What the SLO bounds, in the order of a request's life, but ITL, which profiles do not keep."""
+    found = [("TTFT", "ttft_p99_ms", slo.ttft_ms), ("TPOT", "tpot_p99_ms", slo.tpot_ms)]
     found.append(("E2E", "e2e_p99_ms", slo.e2e_ms))
     return [LatencyBound(name, field, bound) for name, field, bound in found if bound is not None]
 
@@ -178,7 +183,9 @@ def _read(lines: Iterable[bytes]) -> tuple[list[Run], list[StepPoint], list[Fail
             elif "failed" in data:
                 failures.append(Failure(str(data["stage"]), int(data["trial"]), str(data["failed"])))
             else:
-                runs.append(Run.model_validate(data))
+                run = Run.model_validate(data)
+                _ = run.knobs  # raises of values that no knob has
+                runs.append(run)
         except (ValidationError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             unread += 1
     return runs, steps, failures, unread

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from autotune.profile import find_profile, shipped_profiles
+from autotune.profile.text import LARGEST, first_object, is_decision
 from autotune.writing import writable
 from runtime.errors import InputError
 
-_SNIFFED = 65536
+_HEAD = 65536  # bytes of a page that its `generator` is in
 
 
 def find(name: str) -> Path:
@@ -24,25 +23,12 @@ def find(name: str) -> Path:
 
 def is_decision_log(path: Path) -> bool:
     """Whether the first line of ``path`` is a controller's decision. Raises :class:`InputError` if it cannot be read."""
-    first = _object(_begin(path).lstrip().partition(b"\n")[0])
-    return first is not None and "action" in first and "cause" in first
-
-
-def _begin(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_SNIFFED)
+            text = file.read(LARGEST).decode("utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object a line of a log is; None where it is none (a profile is YAML of many lines)."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    return is_decision(first_object(text))
 
 
 def place(profile: Path, out: Path | None) -> Path:
@@ -61,6 +47,6 @@ def place(profile: Path, out: Path | None) -> Path:
 def _ours(page: Path) -> bool:
     try:
         with page.open("rb") as file:
-            return b'<meta name="generator" content="autotune' in file.read(_SNIFFED)
+            return b'<meta name="generator" content="autotune' in file.read(_HEAD)
     except OSError:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.cost.price import money
 from autotune.engines.defaults import VLLM_LABEL
@@ -13,9 +13,11 @@ from autotune.report.evidence import Evidence, LatencyBound, targets, trial_of
 from autotune.report.profile_table import cheapest, warnings
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
-from autotune.report.wording import mean_cell, mean_title, ms, number, percent, plus_minus, target_share
+from autotune.report.wording import counted, mean_cell, mean_title, ms, number, percent, plus_minus, target_share
 from autotune.workload.options import fraction
 from runtime.knobs import KNOBS
+
+_BY_SIMULATION = "By simulation alone (nothing was measured)"
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Figure:
 @dataclass(frozen=True)
 class Headline:
     """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is; ``cost``:
-    given a price, the cheapest setting that meets the SLO; ``definitions``: of the figures of the page; ``warnings``: what about
-    the run makes its figures unreliable."""
+    given a price, the cheapest setting that meets the SLO; ``gave``: the heading of ``figures``; ``definitions``: of the figures
+    of the page; ``warnings``: what about the run makes its figures unreliable."""
 
     title: str
     status: str
@@ -42,6 +44,7 @@ class Headline:
     sure: str
     cost: str | None
     knobs: tuple[Figure, ...]
+    gave: str
     figures: tuple[Figure, ...]
     facts: tuple[tuple[str, str], ...]
     purposes: Table
@@ -56,23 +59,27 @@ def headline(evidence: Evidence) -> Headline:
     status, tone = _status(evidence)
     purpose = "recommended" if RECOMMENDED in profile.settings else next(iter(profile.settings))
     objective, offered = Objective.of(profile), number(point.offered_rate)
+    simulated = evidence.simulated
     does = (
-        f"has a mean E2E of {ms(point.e2e_mean_ms)} at {offered} req/s offered"
+        f"{'would have' if simulated else 'has'} a mean E2E of {ms(point.e2e_mean_ms)} at {offered} req/s offered"
         if objective.measure.lowest
-        else f"answers {plus_minus(point)} requests a second within the SLO, of {offered} offered"
+        else f"{'would answer' if simulated else 'answers'} {plus_minus(point)} requests a second within the SLO, of "
+        f"{offered} offered"
     )
+    with_it = f"{_BY_SIMULATION}: with" if simulated else "With"
     meaning = (
-        f"With the {purpose} setting, {profile.model.name} on {_machine(evidence)} {does}: {stands.sentence}.",
+        f"{with_it} the {purpose} setting, {profile.model.name} on {_machine(evidence)} {does}: {stands.sentence}.",
         _sentence(profile.verdict),
     )
     return Headline(
-        title=stands.short,
+        title=f"{_BY_SIMULATION}: {stands.short}" if simulated else stands.short,
         status=status,
         tone=tone,
         meaning=meaning,
         sure=_sure(evidence),
         cost=None if (said := cheapest(profile)) is None else _sentence(said),
         knobs=tuple(Figure(s.name, f"{getattr(chosen.knobs, s.name):,g}", s.unit, s.doc) for s in KNOBS),
+        gave="What they give by simulation" if simulated else "What they gave",
         figures=_figures(evidence),
         facts=_facts(evidence),
         purposes=_purposes(evidence),
@@ -84,12 +91,14 @@ def headline(evidence: Evidence) -> Headline:
 
 def _machine(evidence: Evidence) -> str:
     machine = evidence.profile.machine
-    return machine.gpu.name if machine.gpu else f"{machine.cores} cores of {machine.cpu}"
+    return machine.gpu.name if machine.gpu else f"{counted(machine.cores, 'core')} of {machine.cpu}"
 
 
 def _status(evidence: Evidence) -> tuple[str, str]:
     profile = evidence.profile
     stopped = " (run stopped early)" if profile.status == "stopped" else ""
+    if evidence.simulated:
+        return f"simulated, nothing was measured{stopped}", "unsure"
     if profile.objective == "mean-e2e":
         return f"the lowest mean E2E at this rate{stopped}", "good"
     if not profile.slo_met:
@@ -108,8 +117,9 @@ def _sure(evidence: Evidence) -> str:
     found = evidence.profile.confidence
     if found is not None:
         return _sentence(found.sentence)
-    stage = evidence.recommended.point.stage
-    if stage == "search":
+    if evidence.simulated:
+        return "Nothing was measured: the choice rests on simulation alone."
+    if evidence.recommended.point.stage == "search":
         return "Not validated: the choice rests on one short measurement of each setting."
     return "How sure the choice is was not worked out for this profile."
 
@@ -153,7 +163,12 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
                 tone,
             )
         )
+    if profile.slo.itl_ms is not None:
+        beside = f"target {profile.slo.itl_ms:,g} ms; profiles do not keep the ITL"
+        found.append(Figure("ITL p99", "–", "ms", beside))
     found.append(Figure("throughput", number(point.throughput.mean, 4), "tokens/s out", *_price_words(evidence, point)))
+    if evidence.simulated:
+        found = [replace(one, tone="unsure") if one.tone else one for one in found]
     return tuple(found)
 
 

@@ -243,10 +243,11 @@ def cheapest(profile: Profile) -> str | None:
     known = len({p.knobs for p in points})
     best = objective.cheapest(points)
     cost = None if best is None else objective.cost(best.throughput.mean)
+    how = "by simulation, " if all(point.stage == "simulation" for point in points) else ""
     if best is None or cost is None:
-        return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known meets the SLO"
+        return f"{how}at {money(profile.price_per_hour)} per hour, none of the {known} settings known meets the SLO"
     return (
-        f"cheapest of the {known} settings known that meets the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
+        f"{how}cheapest of the {known} settings known that meets the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
         f"{money(cost)} per million output tokens at {money(profile.price_per_hour)} per hour"
     )
 

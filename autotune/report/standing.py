@@ -41,7 +41,8 @@ def standing(evidence: Evidence) -> Standing:
     point, baseline, objective = evidence.recommended.point, evidence.profile.baseline, Objective.of(evidence.profile)
     rate = reached(objective, point)
     if baseline is None or baseline.stage != point.stage:
-        return Standing(None, False, rate, None, "no baseline was measured beside it")
+        how = "simulated" if evidence.simulated else "measured"
+        return Standing(None, False, rate, None, f"no baseline was {how} beside it")
     if baseline.knobs == point.knobs:
         same = f"{_BASELINE} themselves"
         return Standing(1.0, False, f"{rate}, with {same}", f"with {same}", f"these are {same}")

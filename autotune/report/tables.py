@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from io import StringIO
+from itertools import zip_longest
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.profile.parts import Point
+from autotune.profile.parts import ClassPoint, Point
 from runtime.knobs import KNOBS, Knobs
 from runtime.slo import SLO, RequestClass
 
@@ -77,25 +79,50 @@ def setting_cells(label: str, knobs: Knobs, detail: Detail) -> list[str]:
     return ["\n".join([label, *turned(knobs)]), *values, *([] if detail >= Detail.SHORT else ["│"])]
 
 
+class ClassRow(NamedTuple):
+    """How the class ``name`` fared at a point, and the SLO it is judged by."""
+
+    label: str
+    point: Point
+    name: str
+    seen: ClassPoint
+    slo: SLO
+
+    @property
+    def missed(self) -> bool:
+        """Whether its attainment is below that of its SLO."""
+        return self.seen.offered > 0 and self.seen.attainment < self.slo.attainment
+
+
+def class_rows(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[RequestClass]) -> list[ClassRow]:
+    """Each class of each (label, point); ``slo`` is that of requests of no class of their own."""
+    own = {one.name: one.slo for one in classes}
+    return [
+        ClassRow(label, point, name, seen, own.get(name, slo))
+        for label, point in rows
+        for name, seen in point.classes.items()
+    ]
+
+
 def class_table(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[RequestClass]) -> Table | None:
     """How each class fared under each setting, by its own SLO; None where no point tells classes apart."""
-    targets = {one.name: one.slo for one in classes}
     drawn = empty_table(Detail.ALL)
     for title in ("setting", "class"):
         drawn.add_column(title, no_wrap=True)
     for title in ("attainment", "target", "of", "weight", "tok/s", "TTFT p99", "TPOT p99", "E2E p99"):
         drawn.add_column(title, justify="right", no_wrap=True)
-    any_class = False
-    for label, point in rows:
-        for index, (name, seen) in enumerate(point.classes.items()):
-            any_class, target = True, targets.get(name, slo).attainment
-            style = "" if seen.attainment >= target else "yellow"
-            drawn.add_row(
-                "" if index else label, name, Text(f"{seen.attainment:.1%}", style=style), f"{target * 100:g}%",
-                f"{seen.offered}", f"{seen.weight:g}", f"{seen.throughput:.0f}",
-                *(latency(ms) for ms in (seen.ttft_p99_ms, seen.tpot_p99_ms, seen.e2e_p99_ms)),
-            )  # fmt: skip
-    return drawn if any_class else None
+    last: Point | None = None
+    for row in class_rows(rows, slo, classes):
+        seen = row.seen
+        cells = (
+            "" if row.point is last else row.label, row.name, f"{seen.attainment:.1%}", f"{row.slo.attainment * 100:g}%",
+            f"{seen.offered}", f"{seen.weight:g}", f"{seen.throughput:.0f}",
+            *(latency(ms) for ms in (seen.ttft_p99_ms, seen.tpot_p99_ms, seen.e2e_p99_ms)),
+        )  # fmt: skip
+        styles = ("", "", "yellow" if row.missed else "")
+        drawn.add_row(*(Text(cell, style=style) for cell, style in zip_longest(cells, styles, fillvalue="")))
+        last = row.point
+    return drawn if last is not None else None
 
 
 def turned(knobs: Knobs) -> list[str]:

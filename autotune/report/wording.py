@@ -116,6 +116,11 @@ def short_setting(knobs: Knobs) -> str:
     return " · ".join(parts)
 
 
+def counted(number: int, what: str) -> str:
+    """1 core, 2 cores."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
 def listed(words: Iterable[str]) -> str:
     """a, b and c."""
     *first, last = list(words)

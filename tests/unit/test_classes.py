@@ -249,10 +249,15 @@ def test_a_bench_weighs_requests_and_tells_classes_apart() -> None:
     assert summary.goodput.value == pytest.approx(met / 8.0) == pytest.approx(results[0].score.goodput)
     assert summary.as_dict()["classes"]["batch"] == {"met": 0, "offered": batch}
     console = Console(width=250, file=io.StringIO())
-    show_bench(comparison, CHAT.slo, console, baseline=other, classes=[CHAT, tight])
+    show_bench(comparison, CHAT.slo, console, baseline=other, classes=[CHAT, tight, RequestClass("chat[eu]", CHAT.slo)])
     assert isinstance(console.file, io.StringIO)
     text = flat(console.file.getvalue())
-    assert "chat, target 90%" in text and f"0.0% of {batch}" in text and "by the weight of its class" in text
+    assert (
+        "chat, target 90%" in text
+        and "chat[eu], target 90%" in text
+        and f"0.0% of {batch}" in text
+        and "by the weight of its class" in text
+    )
 
 
 # -- without an SLO ---------------------------------------------------------------------------------------------------

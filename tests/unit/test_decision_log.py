@@ -43,6 +43,32 @@ def test_a_log_is_appended_to_a_log_and_to_nothing_else(tmp_path: Path) -> None:
     assert other.read_text() == "knobs: {}\n"
 
 
+def test_a_log_that_another_controller_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_log, "_LOCK_TIMEOUT_S", 0.0)
+    path = tmp_path / "run.jsonl"
+    first = DecisionLog(path)
+    first.add(decision(1))
+    with pytest.raises(InputError, match=f"another controller writes its decisions to {path}; name another file"):
+        DecisionLog(path)
+    first.join()
+    second = DecisionLog(path)
+    second.add(decision(2))
+    second.join()
+    assert [d.at for d in read_decisions(path)] == [1.0, 2.0]
+    for log in [DecisionLog("/dev/null") for _ in range(2)]:
+        log.join()
+
+
+def test_who_is_detached_at_once_gives_way_to_who_comes_next(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = DecisionLog(path)
+    for number in range(200):
+        log.add(decision(number))
+    log.close()
+    DecisionLog(path).join()
+    assert len(list(read_decisions(path))) == 200
+
+
 @pytest.fixture
 def pipe(tmp_path: Path) -> Path:
     path = tmp_path / "pipe"

@@ -117,6 +117,18 @@ def test_the_summary_counts_changes_and_time() -> None:
     assert list(summarize(RUN[:1]).lines()) == ["changes   none"]
 
 
+def test_a_note_does_not_end_a_pause() -> None:
+    """The SLO changes, or the profile no longer fits: the operator has still paused it."""
+    noted = [
+        decision(0.0, "attach", ""),
+        decision(1.0, "pause", "demand-limited"),
+        decision(2.0, "note", "demand-limited"),
+        decision(9.0, "resume", "demand-limited"),
+        decision(10.0, "detach", "demand-limited"),
+    ]
+    assert summarize(noted).seconds == {"learning": 1.0, "paused": 8.0, "demand-limited": 1.0}
+
+
 def test_time_that_jumps_back_counts_for_nothing() -> None:
     found = summarize([decision(5, "attach", ""), decision(3, "set", "a"), decision(4, "hold", "b")])
     assert found.seconds == {"learning": 0.0, "a": 1.0}
@@ -313,6 +325,60 @@ def test_the_records_of_a_run_without_an_end_say_the_same(tmp_path: Path, capsys
     assert "requests  not known of a run that has no end in this log: --records FILE" in capsys.readouterr().out
     assert run(["explain", str(path), "--records", str(kept), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcomes"] == whole
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> tuple[Path, Path]:
+    """A log of a run with two requests that met the SLO, and of one without an end; three records of that, one late."""
+    log, kept = tmp_path / "run.jsonl", tmp_path / "requests.jsonl"
+    counted = {"default": tally([ended(n) for n in range(2)], SLO(ttft_ms=500)).as_dict()}
+    stated = {"slos": {"default": "ttft=500ms@99%"}}
+    runs = [
+        decision(0.0, "attach", "")._replace(evidence=stated),
+        decision(50.0, "detach", "")._replace(evidence={"outcomes": counted}),
+        decision(60.0, "attach", "")._replace(evidence=stated),
+    ]
+    write(log, runs)
+    with RecordLog(kept) as records:
+        for at, ttft in ((1.0, 0.1), (2.0, 0.1), (61.0, 0.1), (62.0, 0.1), (63.0, 0.9)):
+            records.on_request(request_record([at + ttft, at + ttft + 0.1], arrival=at, scheduled=at))
+    return log, kept
+
+
+def test_records_are_counted_with_the_runs_that_have_ended(
+    two_runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, kept = two_runs
+    assert run(["explain", str(log), "--records", str(kept)]) == 0
+    shown = capsys.readouterr().out
+    assert "requests  4 of 5 met their SLO" in shown and "not known" not in shown and "records   " not in shown
+    ended_too = [*read_decisions(log), decision(70.0, "detach", "")]
+    assert run(["explain", write(log, ended_too), "--records", str(kept)]) == 0
+    shown = capsys.readouterr().out
+    assert "requests  2 of 2 met their SLO" in shown and "the last run has ended" in shown
+
+
+def test_records_that_are_of_no_use_are_said(
+    two_runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, kept = two_runs
+    assert run(["explain", str(log), "--records", "/dev/null"]) == 0
+    shown = capsys.readouterr().out
+    assert "requests  2 of 2 met their SLO" in shown, "of the run that the log tells of"
+    assert "records   null holds no request that came after the controller was attached" in shown
+    beheaded = write(tmp_path / "beheaded.jsonl", [decision(60.0, "hold", "learning")])
+    assert run(["explain", beheaded, "--records", str(kept), "--json"]) == 0
+    (lacking,) = json.loads(capsys.readouterr().out)["lacking"]
+    assert lacking.startswith("the log does not state the SLO of its last run: the 3 requests in ")
+
+
+def test_weights_that_cannot_be_read_are_one_line(
+    two_runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, kept = two_runs
+    log.write_text(log.read_text().replace('"evidence":{"slos"', '"evidence":{"weights":3,"slos"'))
+    assert run(["explain", str(log), "--records", str(kept)]) == 2
+    assert capsys.readouterr().err == f"error: {log}: the weights of the attach are 3; they must be numbers by class\n"
 
 
 def test_flips_that_change_nothing_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,7 +212,9 @@ def test_the_verdict_in_words() -> None:
     met, text = verdict(300.0, brought(298.0, 400, 400, rate=300.0))
     assert met and "the most that can be offered here" in text
     met, text = judge(findings(capacity=None, stopped=True), kept)
-    assert met and text.startswith("stopped before")
+    assert met and text.startswith("stopped before") and "the balanced setting served " in text
+    _, text = judge(findings(capacity=None, stopped=True), kept.model_copy(update={"stage": "simulation"}))
+    assert "the balanced setting would by simulation serve " in text
 
 
 def test_settings_are_compared_at_one_rate_measured_if_there_is_any() -> None:

@@ -104,10 +104,60 @@ def test_what_the_controller_turned_and_what_its_operator_did_are_told_apart(fil
     assert both == f"{knobs(run).title}; its operator by hand token_budget once"
 
 
+def test_knobs_that_were_restored_were_not_turned(files: tuple[Path, Path]) -> None:
+    run = read_run(files[0])
+    turned = next(d for d in run.decisions if d.action == "set" and d.changes)
+    back = turned._replace(action="kill", old=turned.new, new=turned.old)
+    assert knobs(replace(run, decisions=(run.decisions[0], back))).title == (
+        "It turned no knob; the knobs from before it were restored"
+    )
+
+
+def test_after_a_reboot_an_earlier_run_is_not_counted(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """The clock of the machine begins anew, and both files go on."""
+    log, records = files
+    both = tmp_path / "both.jsonl"
+    lines = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        for name in ("arrival", "finished"):
+            line[name] += 50_000.0
+    before = "".join(json.dumps(line) + "\n" for line in lines)
+    both.write_text(before + records.read_text(encoding="utf-8"), encoding="utf-8")
+    assert read_run(log, both).records == read_run(log, records).records
+
+
+def test_a_log_that_does_not_state_the_slo(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first lines are gone, as where logs are rotated."""
+    log, records = files
+    beheaded = tmp_path / "beheaded.jsonl"
+    beheaded.write_text(log.read_text(encoding="utf-8").partition("\n")[2], encoding="utf-8")
+    made = compose(read_run(beheaded, records))
+    found = {section.key: section.absent for section in made.sections}
+    assert found["service"] == found["latency"] == "The log does not state the SLO of this run."
+    assert found["rejected"] is None and made.head.who == "the beginning of the log is missing"
+    assert cli(["report", str(beheaded), "--records", str(records), "--out", str(tmp_path / "page.html")]) == 0
+
+
+@pytest.mark.parametrize("wall", [1.7e12, 1e20])
+def test_a_time_that_no_calendar_has(files: tuple[Path, Path], wall: float) -> None:
+    run = read_run(files[0])
+    assert replace(run, decisions=(run.decisions[0]._replace(wall=wall),)).day == ""
+
+
+def test_a_log_with_a_long_first_line_is_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    text = files[0].read_text(encoding="utf-8").replace("predictive controller", "x" * 100_000, 1)
+    long.write_text(text, encoding="utf-8")
+    assert cli(["report", str(long), "--out", str(tmp_path / "page.html")]) == 0
+
+
 def test_without_records_it_says_what_is_lacking(files: tuple[Path, Path]) -> None:
     made = compose(read_run(files[0]))
     absent = {section.key for section in made.sections if section.absent}
     assert absent == {"service", "latency", "rejected"}
+    assert all("Without --records" in section.absent for section in made.sections if section.absent)
     assert any("Without --records" in text for text in made.run.lacking)
     assert "It turned" in made.head.title
 

@@ -13,12 +13,14 @@ from rich.table import Table
 from autotune.cli.main import run
 from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
+from autotune.profile.parts import ClassPoint
 from autotune.report import profile_table as profiled_tables
 from autotune.report.simulation_tables import capacity_table, simulated_table
-from autotune.report.tables import Detail, columns, empty_table, fullest, latency, turned
+from autotune.report.tables import Detail, class_table, columns, empty_table, fullest, latency, turned
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
+from tests.sample_profile import sample_point
 from tests.unit.profiles import SMALL, VLLM, findings, profile, score
 from tests.unit.profiles import run as measured
 from tests.unit.simulated_profile import EVEN, profiled
@@ -147,6 +149,27 @@ def test_verbs_draw_for_the_terminal_they_are_on(
         run(words)
         out = capsys.readouterr().out
         assert "\x1b[" in out and "TTFT p99" in out and "…" not in out
+
+
+@pytest.mark.parametrize("name", ["chat[eu]", "[/x]", "@chat"])
+def test_the_name_of_a_class_is_no_markup(name: str) -> None:
+    seen = ClassPoint(
+        weight=1.0,
+        offered=100,
+        met=50,
+        attainment=0.5,
+        throughput=10.0,
+        ttft_p99_ms=1.0,
+        tpot_p99_ms=1.0,
+        e2e_p99_ms=1.0,
+    )
+    points = [
+        (label, sample_point(SMALL, label).model_copy(update={"classes": {name: seen}})) for label in ("one", "[b]")
+    ]
+    drawn = class_table(points, TARGET, [RequestClass(name, TARGET)])
+    assert drawn is not None
+    first, second = shown(drawn, 120).splitlines()[1:]
+    assert first.split()[:4] == ["one", name, "50.0%", "99%"] and second.split()[:2] == ["[b]", name]
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,14 @@ def section(evidence: Evidence) -> Section:
     bounds = {t.name: t for t in targets(evidence.profile.slo)}
     plots = tuple(made for name in _ALSO if (made := _plot(name, bounds.get(name), series)) is not None)
     runs = len(ours)
+    what = "simulated requests" if evidence.simulated else "requests"
     lead = (
-        f"How many requests were at least this fast. {'One run' if runs == 1 else f'Median of {runs} runs'} of each setting"
+        f"How many {what} were at least this fast. {'One run' if runs == 1 else f'Median of {runs} runs'} of each setting"
         f"{'; the shaded band is the range of the runs' if runs > 1 else ''}. Requests that never got that far are not in "
         "the curves."
     )
-    return Section(KEY, TOPIC, _title(point, baseline, list(bounds.values())), lead, plots)
+    title = _title(point, baseline, list(bounds.values()))
+    return Section(KEY, TOPIC, f"By simulation, {title}" if evidence.simulated and bounds else title, lead, plots)
 
 
 def _title(point: Point, baseline: Point | None, bounds: Sequence[LatencyBound]) -> str:

@@ -50,7 +50,11 @@ def section(evidence: Evidence) -> Section:
     trials = [t for cloud in clouds for t in cloud.trials]
     if len(compared) + len(trials) < _FEWEST:
         return absent(KEY, topic, "Only one setting was measured, so there is no front to draw.")
+    if not scales:
+        return absent(KEY, topic, "The SLO targets nothing but ITL, which profiles do not keep.")
     notes = _cautions(compared, clouds)
+    if evidence.profile.slo.itl_ms is not None:
+        notes.append("Profiles do not keep the ITL: its target is not in the picture.")
     kept = _drawn(objective, trials, compared, scales)
     if gone := [t for t in trials if t not in kept]:
         best = max(gone, key=objective.value)
@@ -59,7 +63,7 @@ def section(evidence: Evidence) -> Section:
         notes.append(f"Outside the picture: {what} with {limit}{reached(objective, best)}.")
     clouds = [cloud._replace(trials=[t for t in cloud.trials if t in kept]) for cloud in clouds]
     views = [_view(evidence, objective, scale, compared, clouds) for scale in scales]
-    title = f"Best: {standing(evidence).short}"
+    title = f"Best{' by simulation' if evidence.simulated else ''}: {standing(evidence).short}"
     tried = len({t.knobs for t in trials} | {p.knobs for p in compared})
     known = (
         "" if objective.interval(evidence.recommended.point) is None else f"the 95% interval of its {measure.name} and "

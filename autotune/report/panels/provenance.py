@@ -9,7 +9,7 @@ from autotune.profile import Point, Profile
 from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.section import Section, Table
-from autotune.report.wording import STAGES, listed, mean_cell, mean_title, names, number, percent, plus_minus
+from autotune.report.wording import STAGES, counted, listed, mean_cell, mean_title, names, number, percent, plus_minus
 from autotune.workload.options import fraction
 from runtime.knobs import KNOBS, Knobs
 
@@ -20,7 +20,7 @@ def origins(evidence: Evidence) -> Section:
     profile = evidence.profile
     machine, load, model, engine = profile.machine, profile.workload, profile.model, profile.engine
     gpu = machine.gpu
-    threads = f", {machine.threads} threads" if machine.threads else ""
+    threads = f", {counted(machine.threads, 'thread')}" if machine.threads else ""
     weights = f"random weights, seed {model.seed}" if model.random_weights else "its own weights"
     seeds = listed(map(str, load.validation_seeds)) if load.validation_seeds else "none"
     stored = "" if model.kv_cache_dtype == "auto" else f", kept in {model.kv_cache_dtype}"
@@ -36,7 +36,7 @@ def origins(evidence: Evidence) -> Section:
         ("KV pool", f"{engine.kv_pool.tokens:,} tokens in blocks of {engine.kv_pool.block_size}{stored}"),
         ("Ceilings", ", ".join(f"{s.name} {getattr(engine.limits, s.name):,g}" for s in KNOBS)),
         ("GPU", f"{gpu.count} × {gpu.name}, {gpu.memory_gib:.0f} GiB, CUDA {gpu.cuda}" if gpu else "none used"),
-        ("CPU", f"{machine.cpu}, {machine.cores} cores{threads}, {machine.memory_gib:.0f} GiB"),
+        ("CPU", f"{machine.cpu}, {counted(machine.cores, 'core')}{threads}, {machine.memory_gib:.0f} GiB"),
         ("System", machine.os),
         (
             "Model",

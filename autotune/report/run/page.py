@@ -61,4 +61,5 @@ def _head(run: Run, sections: tuple[Section, ...]) -> Head:
     tiles = tuple(
         Figure(s.name, f"{last.new[s.name]:,g}", s.unit, f"from {first.old[s.name]:,g}; {s.doc}") for s in KNOBS
     )
-    return Head(title, first.cause.partition(",")[0], tuple(text for text in meaning if text), tiles)
+    who = first.cause.partition(",")[0] if first.action == "attach" else "the beginning of the log is missing"
+    return Head(title, who, tuple(text for text in meaning if text), tiles)

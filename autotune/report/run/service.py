@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import inf
 
 from autotune.report.figure import Label, Plot, Trace, View, axis, layout, line, log_axis, rule
@@ -21,7 +22,7 @@ def attainment(run: Run) -> Section:
     """Attainment, by when requests came."""
     key, topic = "service", "Attainment"
     if not run.records or not run.slo_periods:
-        return absent(key, topic, run.lacking[-1] if run.lacking else "The log does not say the SLO.")
+        return absent(key, topic, run.unrecorded or run.lacking[-1])
     whole = run.judged(run.records)
     bins = [(at, found) for at, some in binned(run) if (found := run.judged(some)).offered]
     x = [at for at, _ in bins]
@@ -53,7 +54,7 @@ def _by_slo(run: Run) -> Table:
     rows = []
     starts = [period.at for period in run.slo_periods]
     for name in run.classes:
-        for begin, end in zip(starts, [*starts[1:], inf], strict=True):
+        for begin, end in pairwise([*starts, inf]):
             some = [r for r in run.records if run.class_of(r) == name and begin <= r.arrival < end]
             if found := run.judged(some) if some else None:
                 since = number(begin - run.start)
@@ -72,6 +73,8 @@ def latencies(run: Run) -> Section:
         if (made := _latency(run, name, metric, None if len(classes) == 1 else index)) is not None
     ]
     if not plots:
+        if not run.records or not run.slo_periods:
+            return absent(key, topic, run.unrecorded or run.lacking[-1])
         return absent(key, topic, "No request on record has the latencies that the SLO targets.")
     return Section(key, topic, "Latencies against targets", "Of requests that completed.", tuple(plots))
 
@@ -80,7 +83,7 @@ def rejected(run: Run) -> Section:
     """Who was not served, and why."""
     key, topic = "rejected", "Rejected"
     if not run.records:
-        return absent(key, topic, run.lacking[-1] if run.lacking else "There are no records of requests.")
+        return absent(key, topic, run.unrecorded)
     causes = Counter(r.cause or "no cause given" for r in run.records if r.reason is FinishReason.REJECTED)
     late = [r for r in run.records if r.relegated]
     lead = ""
@@ -157,7 +160,7 @@ def _target(run: Run, request_class: str, name: str) -> list[tuple[float, float 
     """The line of a target over time: (seconds since the attachment, ms), None where there was none."""
     points: list[tuple[float, float | None]] = []
     starts = [period.at for period in run.slo_periods]
-    for begin, end in zip(starts, [*starts[1:], run.end], strict=True):
+    for begin, end in pairwise([*starts, run.end]):
         slo = run.slo_of(request_class, begin)
         ms = None if slo is None else slo.targets_ms[name]
         points += [(begin - run.start, ms), (end - run.start, ms)]

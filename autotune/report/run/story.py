@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +14,9 @@ from runtime.errors import InputError
 from runtime.records import RequestRecord
 from runtime.serving.record_log import read_records
 from runtime.slo import SLO, Attainment, attainment
+
+_OUT_OF_ORDER_S = 10.0
+"""By how much a record may have ended before the one written ahead of it."""
 
 
 class SLOsFrom(NamedTuple):
@@ -27,13 +29,15 @@ class SLOsFrom(NamedTuple):
 @dataclass(frozen=True)
 class Run:
     """``decisions`` from one ``attach`` on; ``records`` of requests that came since then; ``slo_periods``: the SLOs and
-    from when they held, oldest first (empty if the log lacks them); ``lacking``: what is missing, in sentences."""
+    from when they held, oldest first (empty if the log lacks them); ``unrecorded``: why there are no records, in a sentence;
+    ``lacking``: all that is missing, in sentences."""
 
     name: str
     decisions: tuple[Decision, ...]
     records: tuple[RequestRecord, ...]
     slo_periods: tuple[SLOsFrom, ...]
     lacking: tuple[str, ...]
+    unrecorded: str = ""
 
     @property
     def start(self) -> float:
@@ -83,8 +87,8 @@ class Run:
 
     @property
     def day(self) -> str:
-        wall = self.decisions[0].wall
-        return "" if wall is None else f"{datetime.fromtimestamp(wall):%Y-%m-%d %H:%M}"
+        wall = self.decisions[0].local_time
+        return "" if wall is None else f"{wall:%Y-%m-%d %H:%M}"
 
 
 def read_run(log: Path, records: Path | None = None) -> Run:
@@ -102,13 +106,23 @@ def read_run(log: Path, records: Path | None = None) -> Run:
     )
     slo_periods = tuple(SLOsFrom(d.at, slos) for d in decisions if (slos := _slos(d, log)))
     kept: tuple[RequestRecord, ...] = ()
-    if records is None:
-        lacking.append("Without --records only decisions are known, and not how the requests fared.")
-    else:
-        kept = tuple(r for r in _read(records) if r.arrival >= decisions[0].at)
-        if not kept:
-            lacking.append(f"{records.name} holds no request that came after the controller was attached.")
-    return Run(log.name, decisions, kept, slo_periods, tuple(lacking))
+    unrecorded = "Without --records only decisions are known, and not how the requests fared."
+    if records is not None:
+        kept = tuple(r for r in _of_last_boot(_read(records)) if r.arrival >= decisions[0].at)
+        unrecorded = "" if kept else f"{records.name} holds no request that came after the controller was attached."
+    if unrecorded:
+        lacking.append(unrecorded)
+    if not slo_periods:
+        lacking.append("The log does not state the SLO of this run.")
+    return Run(log.name, decisions, kept, slo_periods, tuple(lacking), unrecorded)
+
+
+def _of_last_boot(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
+    """Those since the clock of the machine last began anew. Both files go on behind a reboot, and the clock does not."""
+    begins = (
+        i for i in range(len(records) - 1, 0, -1) if records[i].finished < records[i - 1].finished - _OUT_OF_ORDER_S
+    )
+    return records[next(begins, 0) :]
 
 
 def _slos(decision: Decision, log: Path) -> dict[str, SLO]:

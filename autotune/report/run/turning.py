@@ -19,11 +19,16 @@ _FOLDED = 40  # decisions beyond which their table is shut at first
 def knobs(run: Run) -> Section:
     """One plot a knob: its value from decision to decision."""
     found = summarize(run.decisions)
-    by_hand = Counter(name for d in run.decisions if d.action == "pause" for name, _, _ in d.changes)
-    turned = {name: count - by_hand[name] for name, (count, _, _) in found.changes.items()}
+    by_hand, restored = (
+        Counter(name for d in run.decisions if d.action == action for name, _, _ in d.changes)
+        for action in ("pause", "kill")
+    )
+    turned = {name: count - by_hand[name] - restored[name] for name, (count, _, _) in found.changes.items()}
     title = f"It turned {_times(turned)}" if any(turned.values()) else "It turned no knob"
     if by_hand:
         title += f"; its operator by hand {_times(by_hand)}"
+    if restored:
+        title += "; the knobs from before it were restored"
     lead = "Each knob from decision to decision; hover over a dot to read why."
     if found.would_change:
         title = f"It would have turned knobs {found.would_change} times, and was only allowed to watch"

@@ -114,6 +114,7 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], ev
     made = json.loads(capsys.readouterr().out)
     assert made["file"] == "page.html" and made["knobs"] == evidence.recommended.knobs.as_dict()
     assert made["goodput"] == evidence.recommended.point.goodput.mean and made["lacking"] == []
+    assert made["stage"] == "validation"
     assert list(made["sections"]) == SECTIONS and made["sections"]["pareto"]["absent"] is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -70,6 +71,32 @@ def test_of_a_sidecar_with_a_line_that_is_no_text_the_line_is_left_out(
     (tmp_path / "example.points.jsonl").write_bytes(b"".join([*whole[:5], b'{"stage": "\xff"}\n', *whole[5:]]))
     found = gather(evidence.profile, tmp_path / "example.yaml")
     assert (found.runs, found.steps, found.failures) == (evidence.runs, evidence.steps, evidence.failures)
+    assert found.lacking == ("1 line of example.points.jsonl could not be read and was left out.",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (("score", "ttft_ms", "p99"), float("inf")),
+        (("score", "tpot_ms", "p50"), float("nan")),
+        (("score", "throughput"), float("-inf")),
+        (("score", "steps", "mean_ms"), float("nan")),
+        (("score", "blocks", 0, 1), float("inf")),
+        (("score", "setting", "token_budget"), 1e-12),
+    ],
+)
+def test_of_a_sidecar_with_a_run_that_cannot_be_the_line_is_left_out(
+    evidence: Evidence, path: Path, tmp_path: Path, field: tuple[str | int, ...], value: float
+) -> None:
+    whole = path.with_name("example.points.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    odd = json.loads(next(line for line in reversed(whole) if '"stage":"validation"' in line))
+    at = odd
+    for name in field[:-1]:
+        at = at[name]
+    at[field[-1]] = value
+    (tmp_path / "example.points.jsonl").write_text("".join([*whole, json.dumps(odd) + "\n"]), encoding="utf-8")
+    found = gather(evidence.profile, tmp_path / "example.yaml")
+    assert found.runs == evidence.runs
     assert found.lacking == ("1 line of example.points.jsonl could not be read and was left out.",)
 
 

@@ -14,10 +14,11 @@ from autotune.profile import Capacity, Profile, Spread, load_profile
 from autotune.report import Evidence, compose, gather, html
 from autotune.report import profile_table as table
 from autotune.report.headline import headline
-from autotune.report.panels import capacity, paired, sensitivity, steps
+from autotune.report.panels import capacity, latency, paired, pareto, sensitivity, steps
 from autotune.report.wording import number, off
 from autotune.simulate.sensitivity import Sensitivity, one_at_a_time
 from runtime.knobs import Knobs
+from runtime.slo import SLO
 from tests.sample_profile import sample_profile
 from tests.unit.report.reporting import Page, changed, section
 
@@ -217,6 +218,58 @@ def test_a_run_stopped_in_the_search(evidence: Evidence) -> None:
     assert "Not validated" in made.headline.sure
     assert {s.key for s in made.sections if s.absent} >= {"capacity", "paired", "steps", "latency"}
     Page(html(made))
+
+
+def test_a_run_stopped_in_the_simulation_claims_nothing_measured(evidence: Evidence) -> None:
+    simulated = {p.knobs: p.model_copy(update={"stage": "simulation"}) for p in evidence.compared}
+    best = evidence.recommended.model_copy(update={"point": simulated[evidence.recommended.knobs]})
+    base = evidence.profile.baseline
+    assert base is not None
+    cpu = evidence.profile.machine.model_copy(update={"kind": "cpu", "gpu": None, "cores": 1, "cpu": "AMD EPYC"})
+    runs = tuple(r.model_copy(update={"stage": "simulation"}) for r in evidence.runs if r.stage == "validation")
+    profile = changed(
+        evidence, status="stopped", points=(), settings={"balanced": best}, capacity=None, baseline=simulated[base.knobs],
+        confidence=None, simulated=tuple(simulated.values()), machine=cpu, verdict="stopped early", slo_met=True,
+        cost_model=None,
+    )  # fmt: skip
+    made = compose(replace(evidence, profile=profile, runs=runs))
+    head = made.headline
+    assert head.title.startswith("By simulation alone (nothing was measured): ")
+    assert head.status == "simulated, nothing was measured (run stopped early)" and head.tone == "unsure"
+    assert head.meaning[0].startswith("By simulation alone (nothing was measured): with the recommended setting, ")
+    assert " on 1 core of AMD EPYC would answer " in head.meaning[0]
+    assert head.sure == "Nothing was measured: the choice rests on simulation alone."
+    assert {figure.tone for figure in head.figures} <= {"", "unsure"}
+    assert section(made, "pareto").title.startswith("Best by simulation: ")
+    drawn = section(made, "latency")
+    assert drawn.title.startswith("By simulation, ") and "simulated requests" in drawn.lead
+    page = html(made)
+    assert "What they give by simulation" in page and "What they gave" not in page
+    assert str(table.cheapest(profile)).startswith("by simulation, ")
+    alone = changed(replace(evidence, profile=profile), baseline=None)
+    assert "no baseline was simulated beside it" in headline(replace(evidence, profile=alone)).meaning[0]
+
+
+@pytest.mark.parametrize(
+    ("slo", "drawn", "tiles"),
+    [
+        ("ttft=1s,itl=60ms", ["TTFT"], ["TTFT p99", "ITL p99"]),
+        ("tpot=40ms,itl=60ms", ["TPOT"], ["TPOT p99", "ITL p99"]),
+        ("itl=60ms", [], ["ITL p99"]),
+    ],
+)
+def test_a_target_on_gaps_is_not_held_against_their_mean(
+    evidence: Evidence, slo: str, drawn: list[str], tiles: list[str]
+) -> None:
+    found = replace(evidence, profile=changed(evidence, slo=SLO.parse(slo)))
+    shown = {f.name: f for f in headline(found).figures if f.name.endswith("p99")}
+    assert [*shown] == tiles
+    itl = shown["ITL p99"]
+    assert (itl.value, itl.beside, itl.tone) == ("–", "target 60 ms; profiles do not keep the ITL", "")
+    against = pareto.section(found)
+    assert [view.name for plot in against.plots for view in plot.views] == drawn
+    assert "ITL" in f"{against.notes}{against.absent}"
+    assert "ITL" not in latency.section(found).title
 
 
 def test_a_profile_of_one_point() -> None:
