@@ -15,6 +15,9 @@ import numpy as np
 
 from runtime.errors import InputError
 
+MOST_TOKENS = 10**9
+"""In a prompt or an answer, before scaling."""
+
 
 class Arrival(NamedTuple):
     """One request to send ``time`` seconds after the start.
