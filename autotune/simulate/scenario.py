@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from runtime.slo import SLO, RequestClass
 SPEEDS = ("compute", "bandwidth", "overhead")
 _FASTEST = 1000  # times as fast, or as slow
 WARM_UP = 0.1  # of the requests, before the window begins
+_CLOSEST = 1e12  # requests/s: what is closer together comes at once
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,31 @@ class Scenario:
         )
 
     def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:
-        """(warm-up, window), s: as long as it takes ``requests`` to come, or as many as a finite workload has."""
+        """(warm-up, window), s: as long as it takes ``requests`` to come, or as many as a finite workload has.
+
+        It begins and ends between different times: requests of one time are in it together, so that it may hold more.
+        """
         first = math.ceil(WARM_UP * requests)
-        coming = self.workload.at_rate(rate).arrivals(seed, limit=first + requests + 1)
-        times = [arrival.time for arrival in coming]
-        if len(times) < 2:
-            raise InputError(f"{self.workload.name} holds {len(times)} requests; a simulation needs at least 2")
-        if len(times) < first + requests + 1:  # all there are, and the time until another would have come
+        times: list[float] = []
+        for arrival in self.workload.at_rate(rate).arrivals(seed, limit=sys.maxsize):
+            enough = len(times) >= first + requests and arrival.time > times[-1]
+            times.append(arrival.time)
+            if enough:
+                break
+        else:  # all there are, and the time until another would have come
+            if len(times) < 2:
+                raise InputError(f"{self.workload.name} holds {len(times)} requests; a simulation needs at least 2")
             times.append(times[-1] + 1 / rate)
             first = int(len(times) * WARM_UP)
+        while first and times[first - 1] == times[first]:
+            first -= 1
         begin = 0.0 if first == 0 else (times[first - 1] + times[first]) / 2
-        return begin, (times[-2] + times[-1]) / 2 - begin
+        length = (times[-2] + times[-1]) / 2 - begin
+        if length * _CLOSEST < len(times):
+            raise InputError(
+                f"{self.workload.name}: {len(times) - 1 - first} requests come within {length:.3g} s; give it more --requests"
+            )
+        return begin, length
 
     def mean_answer(self, seed: int, requests: int) -> float:
         """Mean output tokens of the requests that :meth:`measure` counts."""

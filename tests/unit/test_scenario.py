@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +102,46 @@ def test_the_same_requests_at_every_rate_and_as_many_as_asked() -> None:
 def test_a_finite_workload_gives_what_it_has() -> None:
     found = scenario(workload=EVEN + ",limit=100").measure(Knobs(), 5.0, 0, requests=5000)
     assert found.offered == pytest.approx(90, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("times", "requests", "edges"),
+    [
+        (
+            (0.0, *[10.0] * 100),
+            20,
+            (5.0, 5.05),
+        ),  # those before the second request are the warm-up; no edge inside the tie
+        ((0.0, *[10.0] * 100), 2000, (5.0, 5.05)),
+        ((*[0.0] * 100, 10.0), 20, (0.0, 5.0)),
+        ((*[0.0] * 100, 10.0), 2000, (0.0, 10.05)),
+        ((*[0.0] * 4, *[1.0] * 10, 2.0), 10, (0.0, 1.5)),
+    ],
+)
+def test_a_window_begins_and_ends_between_different_times(
+    tmp_path: Path, times: tuple[float, ...], requests: int, edges: tuple[float, float]
+) -> None:
+    (tmp_path / "ties.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{time},5,2\n" for time in times)
+    )
+    world = scenario(workload=f"{tmp_path / 'ties.csv'},bin=0")
+    rate = parse_workload(world.workload.name).rate
+    begin, length = world.window(rate, 0, requests)
+    assert (begin, length) == pytest.approx(edges)
+    found = world.measure(Knobs(), rate, 0, requests=requests)
+    assert found.offered == sum(begin <= time < begin + length for time in times) >= min(requests, 10)
+
+
+def test_a_trace_of_one_time_has_no_window(tmp_path: Path) -> None:
+    (tmp_path / "ties.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "7,5,2\n" * 30)
+    with pytest.raises(InputError, match=r"all requests have one time; .*bin=1 spreads them over a second"):
+        scenario(workload=f"{tmp_path / 'ties.csv'}").window(5.0, 0, 20)
+    assert scenario(workload=f"{tmp_path / 'ties.csv'},bin=1").measure(Knobs(), 5.0, 0, requests=20).offered == 20
+
+
+def test_requests_that_come_at_once_are_too_few() -> None:
+    with pytest.raises(InputError, match=r"cv=100: 1[01] requests come within \S+ s; give it more --requests"):
+        scenario(workload="gamma:cv=100").measure(Knobs(), 5.0, 0, requests=10)
 
 
 def test_one_request_is_too_few() -> None:

@@ -85,7 +85,7 @@ def test_format_is_guessed_by_content_not_by_name(write) -> None:
     quoted = write('"TIMESTAMP","ContextTokens","GeneratedTokens"\n"0","5","1"\n"2","6","1"\n')  # as R writes it
     assert guess_reader(quoted) is read_azure and len(read_azure(quoted)) == 2
     for text in ('"' + "x" * 200_000, '"TIMESTAMP,ContextTokens,GeneratedTokens"\n'):
-        with pytest.raises(InputError, match="line 1: .* is no trace"):
+        with pytest.raises(InputError, match=r"line 1: .* is no trace"):
             guess_reader(write(text))
     with pytest.raises(InputError, match=r"line 1: 'hello' is no trace; it must be a CSV with columns TIMESTAMP"):
         guess_reader(write("hello\n"))
