@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHORTEST_BUDGET_S = 10.0
 _LONGEST_H = 168  # a week
 _BUDGET = re.compile(r"^(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
-_LOOKED_AT = 2000  # requests of a workload
+LOOKED_AT = 2000  # requests of a workload
 
 _CLASS_HELP = (
     "Requests of class NAME have an SLO and a weight of their own: chat:ttft=300ms,tpot=30ms, "
@@ -123,9 +123,7 @@ def check_classes(classes: Sequence[RequestClass], workload: Workload) -> None:
     """Raise :class:`InputError` for a class of which ``workload`` has no request."""
     if not classes:
         return
-    found = dict.fromkeys(
-        arrival.request_class for arrival in islice(workload.arrivals(0, limit=_LOOKED_AT), _LOOKED_AT)
-    )
+    found = dict.fromkeys(arrival.request_class for arrival in islice(workload.arrivals(0, limit=LOOKED_AT), LOOKED_AT))
     for one in classes:
         if one.name not in found:
             raise InputError(

@@ -59,7 +59,7 @@ class Scenario:
         profile: Profile,
         name: str = "the profile",
         *,
-        workload: str | None = None,
+        workload: str | Workload | None = None,
         slo: SLO | None = None,
         classes: Sequence[RequestClass] | None = None,
         speeds: dict[str, float] | None = None,
@@ -79,12 +79,9 @@ class Scenario:
         if speeds:
             cost = cost.scaled(**speeds)
         facts, engine = profile.workload, profile.engine
-        try:
-            load = parse_workload(workload or facts.spec)
-        except InputError as error:
-            raise (
-                error if workload else InputError(f"{name}: workload.spec: {error}; --workload names another")
-            ) from None
+        if isinstance(workload, str):
+            workload = parse_workload(workload)
+        load = load_of(profile, name) if workload is None else workload
         block = engine.kv_pool.block_size
         requested = engine.kv_pool.tokens if kv_tokens is None else kv_tokens
         pool = requested // block * block  # a pool is whole blocks
@@ -177,6 +174,15 @@ class Scenario:
         first = math.ceil(WARM_UP * requests)
         return statistics.fmean(a.output_tokens for a in self.workload.arrivals(seed, limit=first + requests))
 
+    def distinct(self, seeds: Sequence[int], requests: int) -> tuple[int, ...]:
+        """Those of ``seeds`` that make a difference: the first alone where neither requests nor step times depend on a seed."""
+        noisy = self.cost.facts.jitter is not None or self.workload.may_draft
+        return tuple(seeds if noisy or not self.seedless(requests) else seeds[:1])
+
+    def seedless(self, requests: int) -> bool:
+        """Whether ``requests`` requests, and those of their warm-up, are the same under every seed."""
+        return self.workload.alike_under(0, 1, limit=math.ceil((1 + WARM_UP) * requests) + 1)
+
     def measure(
         self,
         knobs: Knobs,
@@ -190,11 +196,13 @@ class Scenario:
         """``requests`` requests at a mean of ``rate`` under ``knobs``, or under ``controller``, which starts from them.
 
         One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
-        come faster or slower than ``rate`` (``Score.offered_rate``). Raises :class:`~autotune.measure.evaluate.Interrupted` when
-        ``stop`` says so.
+        come faster or slower than ``rate`` (``Score.offered_rate``). Requests that are the same under every seed are those of
+        seed 0 (``Score.seed``), so that they count once; ``seed`` draws the step-time noise then. Raises
+        :class:`~autotune.measure.evaluate.Interrupted` when ``stop`` says so.
         """
         warmup, window = self.window(rate, seed, requests)
-        return self.measure_over(knobs, rate, seed, warmup, window, controller=controller, stop=stop)
+        own = 0 if self.seedless(requests) else seed
+        return self.measure_over(knobs, rate, own, warmup, window, scatter=seed, controller=controller, stop=stop)
 
     def measure_over(
         self,
@@ -227,6 +235,14 @@ class Scenario:
             return attach(engine, slo=self.slo, controller=controller)
         except ValueError as error:
             raise InputError(str(error)) from error
+
+
+def load_of(profile: Profile, name: str = "the profile") -> Workload:
+    """The workload of ``profile``, before it is scaled. Raises :class:`InputError`, which calls the profile ``name``."""
+    try:
+        return parse_workload(profile.workload.spec)
+    except InputError as error:
+        raise InputError(f"{name}: workload.spec: {error}; --workload names another") from None
 
 
 def parse_speeds(text: str) -> dict[str, float]:
