@@ -1,7 +1,8 @@
 """How well a calibration knows a GPU: the project's own, in virtual time, on hardware composed from public measurements.
 
 Eight pairs of GPU and model (:mod:`benchmarks.gpu_truth`), each as measured (``base``) and with what graphs and hosts add
-(``all``: padding to a ladder of batch sizes, 4 ms more for a step with prompts, decodes that attend 1.6 times as long there).
+(``all``: padding to a ladder of batch sizes, 4 ms more for a step with prompts, decodes that attend 1.6 times as long there;
+``recorded``: the same with steps with prompts recorded as well, up to 512 tokens, which then need no 4 ms and are padded).
 Each is calibrated as ``autotune profile`` does in its default budget. Then the model is asked for random steps of serving and
 held against the truth. Batch sizes, contexts and chunks of these are log-uniform, up to the ceilings and nine tenths of the KV
 pool: the calibration's plan has no part in them.
@@ -38,7 +39,7 @@ from autotune.profiling.timing import Schedule
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
 from benchmarks.command import command, exit_code
-from benchmarks.gpu_truth import ALL, BASE, Flags, Truth, load, names, simulated_engine
+from benchmarks.gpu_truth import ALL, BASE, RECORDED, Flags, Truth, load, names, simulated_engine
 from benchmarks.gpu_truth.engine import LIMITS
 from benchmarks.gpu_truth.truth import Chunks
 from runtime.errors import InputError
@@ -46,7 +47,7 @@ from runtime.knobs import Knobs
 from runtime.records import RequestRecord, StepRecord, percentile
 from runtime.step_model import Knowledge, StepFeatures, StepLearner, StepModel
 
-VARIANTS: dict[str, Flags] = {"base": BASE, "all": ALL}
+VARIANTS: dict[str, Flags] = {"base": BASE, "all": ALL, "recorded": RECORDED}
 REGIONS = ("decode", "mixed", "prefill")
 STEPS = 500
 NOISE = 0.02
@@ -235,9 +236,10 @@ def measured(truth: Truth, budget_s: float, seed: int) -> Found:
     stream, known = served(truth, seed), cost.facts.learner
     assert known is not None  # a model that was just fitted has one
     warm = StepLearner.warm_start(
-        Knowledge(known.unit_s, known.decode, known.decode_covariance, known.mixed, known.mixed_covariance)
+        Knowledge(known.unit_s, known.decode, known.decode_covariance, known.mixed, known.mixed_covariance),
+        graphs=truth.flags.graphs,
     )
-    cold = learned(StepLearner(), stream)
+    cold = learned(StepLearner(graphs=truth.flags.graphs), stream)
     return Found(regions, chosen, cold, learned(warm, stream), cost.facts.seconds, host_s, cost.facts.family)
 
 

@@ -13,20 +13,21 @@ a row at the end. Profiles written before it hold no coefficient for it, which t
 
 Where memory and compute overlap, a step takes the longer of two times, and each piece becomes one of them; where they
 add up, the mixed piece holds the sum. A step without prompts belongs to the decode piece; any other to the piece that
-comes closer to it. Drafted tokens count as prompt tokens here. Where decode steps are recorded for a few numbers of rows (CUDA
-graphs), the decodes of a step of decodes alone count as the rows that it is padded to, for dummies are computed as others are:
-the learner has no other input that says what a row costs. Each piece is fitted by recursive least squares with directional
-forgetting (Cao and Schwartz, Automatica 36, 2000): only what a new step speaks about is forgotten, so the covariance
-cannot wind up while the inputs stand still, and a change of speed is followed even then. Residuals are relative and
-clipped (Huber); coefficients never go below zero.
+comes closer to it. Drafted tokens count as prompt tokens here. Where steps are recorded for a few sizes (CUDA graphs), the
+decodes of a step of decodes alone count as the rows that it is padded to, and the prompt tokens of any other with its dummies,
+for dummies are computed as others are: the learner has no other input that says what a row costs. Each piece is fitted by
+recursive least squares with directional forgetting (Cao and Schwartz, Automatica 36, 2000): only what a new step speaks about is
+forgotten, so the covariance cannot wind up while the inputs stand still, and a change of speed is followed even then. Residuals
+are relative and clipped (Huber); coefficients never go below zero.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol, Self
 
 from runtime.records import StepRecord
 from runtime.shared.least_squares import RecursiveLeastSquares
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from runtime.llm.plan import StepPlan
 
 __all__ = [
+    "NO_GRAPHS",
     "PRIOR_ERROR",
     "TERMS",
     "Group",
@@ -42,11 +44,12 @@ __all__ = [
     "Piece",
     "RecursiveLeastSquares",
     "StepFeatures",
+    "StepGraphs",
     "StepLearner",
     "StepModel",
     "Term",
     "learned_terms",
-    "rows_by_decodes",
+    "next_size",
 ]
 
 PRIOR_ERROR = 0.3
@@ -94,6 +97,58 @@ class StepFeatures(NamedTuple):
         return cls(decodes, read, tokens, context, pairs, len(chunks), drafted)
 
 
+@dataclass(frozen=True)
+class StepGraphs:
+    """The steps that an engine has recorded. One that fits a recording runs as the smallest that holds it, and dummies fill the
+    rest; any other runs launch by launch, and is not padded.
+
+    ``decodes``: for how many rows, of steps of decodes alone. ``prompts``: for how many tokens, those of decodes among them, of
+    steps with prompts, which may hold up to ``sequences`` sequences. In ascending order; empty: no such step is recorded. One
+    with drafted tokens never is. False where nothing is recorded.
+    """
+
+    decodes: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
+    sequences: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prompts)
+
+    def rows_of(self, step: StepFeatures) -> int:
+        """How many rows ``step`` computes, dummies included; 0 if it runs launch by launch. Whoever asks for every step has
+        this written out, by the tables below."""
+        tokens, sizes = step.decodes + step.prefill_tokens, self.prompts
+        if not step.prefill_tokens:
+            sizes = self.decodes
+        elif step.decodes + step.chunks > self.sequences:
+            return 0
+        return 0 if step.drafted else next_size(sizes, tokens)
+
+    def rows_by_decodes(self) -> list[int]:
+        """How many rows a step of so many decodes alone computes; as far as such steps are recorded."""
+        return _table(self.decodes)
+
+    def rows_by_tokens(self) -> list[int]:
+        """How many tokens a step with prompts that holds so many computes; as far as such steps are recorded."""
+        return _table(self.prompts)
+
+
+NO_GRAPHS: Final = StepGraphs()
+
+
+def next_size(sizes: Sequence[int], number: int) -> int:
+    """The least of ``sizes``, which ascend, that is no less than ``number``; 0 if there is none."""
+    at = bisect_left(sizes, number)
+    return sizes[at] if at < len(sizes) else 0
+
+
+def _table(sizes: Sequence[int]) -> list[int]:
+    made = [0]
+    for size in sizes:
+        made += [size] * (size + 1 - len(made))
+    return made
+
+
 Group = Literal["outside", "memory", "compute"]
 """Which part of a machine a cost scales with: the host around the step, what is read, what is computed."""
 
@@ -109,8 +164,9 @@ class Term:
     For the offline model: ``coefficient`` is the seconds that one of them costs, by the name they have in a profile, and at most
     ``most``; empty where it takes no such term. ``curve``: ``segments`` has a coefficient for each of several ranges of the
     amount, ``saturating`` is that of 1 − e^(−amount/scale), ``tiles`` is a staircase that begins at nothing.
-    ``overlap_only``: not in a sum, where nothing tells it from ``step``. ``required``: every profile with a cost model has it;
-    others are 0 where a profile lacks them.
+    ``overlap_only``: not in a sum, where nothing tells it from ``step``. ``unrecorded_only``: of steps that run launch by launch
+    on an engine that records steps with prompts, and not in a model of another. ``required``: every profile with a cost model has
+    it; others are 0 where a profile lacks them.
 
     For the online learner: the ``pieces`` it is an input of, divided by ``typical``, so that all inputs are of order one.
     """
@@ -123,6 +179,7 @@ class Term:
     most: float = 1e3
     curve: Curve = "linear"
     overlap_only: bool = False
+    unrecorded_only: bool = False
     pieces: tuple[Piece, ...] = ()
     typical: float = 1.0
     required: bool = False
@@ -161,6 +218,7 @@ _ROWS = (
     Term("mixed_context", "KV entries", lambda s: s.decode_context * (s.prefill_tokens > 0), "mixed_kv_s", "outside", 1e-3),
     Term("tiles_128", "rows", lambda s: further_rows(computed(s), 128), "tile128_s", "compute", 1.0, "tiles"),
     Term("tiles_256", "rows", lambda s: further_rows(computed(s), 256), "tile256_s", "compute", 1.0, "tiles"),
+    Term("eager", "steps", lambda s: 1.0 * (s.prefill_tokens + s.drafted > 0), "eager_s", unrecorded_only=True),
 )  # fmt: skip
 
 TERMS: dict[str, Term] = {term.name: term for term in _ROWS}
@@ -176,17 +234,6 @@ further one from the table, more slowly.
 def learned_terms(piece: Piece) -> list[Term]:
     """The inputs of a piece of the learner, in order."""
     return [term for term in TERMS.values() if piece in term.pieces]
-
-
-def rows_by_decodes(graph_sizes: Sequence[int]) -> list[int]:
-    """By the decodes of a step of decodes alone, how many rows are computed; as far as steps are recorded.
-
-    ``graph_sizes``: for how many rows they are, ascending.
-    """
-    made = [0]
-    for size in graph_sizes:
-        made += [size] * (size + 1 - len(made))
-    return made
 
 
 class StepModel(Protocol):
@@ -208,13 +255,14 @@ class Knowledge(NamedTuple):
 class StepLearner:
     """Learns step times online. ``observe`` costs some 20 µs and neither grows nor slows with the number of steps.
 
-    The first ``warm_up`` steps are left out (caches, lazy initialisation). ``graph_sizes``: for how many rows decode steps are
-    recorded, ascending (:class:`runtime.tunable.Facts`). ``ready`` says that enough has been seen to
-    predict. Times are learned relative to the first ones seen, so hardware of any speed looks alike.
+    The first ``warm_up`` steps are left out (caches, lazy initialisation). ``graphs``: the steps that are recorded
+    (:class:`runtime.tunable.Facts`). ``ready`` says that enough has been seen to predict. Times are learned relative to the
+    first ones seen, so hardware of any speed looks alike.
     """
 
     __slots__ = (
         "_decode",
+        "_dummies",
         "_mixed",
         "_more_decode",
         "_more_mixed",
@@ -223,7 +271,7 @@ class StepLearner:
         "_unit",
         "_warm_up",
         "error",
-        "graph_sizes",
+        "graphs",
     )
 
     # The inputs that are written out below; rows of the table behind them are asked one by one.
@@ -235,7 +283,7 @@ class StepLearner:
         1 / TERMS[name].typical for name in ("prefill_tokens", "decodes", "context", "prefill_attention")
     )
 
-    def __init__(self, *, forgetting: float = 0.98, warm_up: int = 4, graph_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self, *, forgetting: float = 0.98, warm_up: int = 4, graphs: StepGraphs = NO_GRAPHS) -> None:
         decode, mixed = learned_terms("decode"), learned_terms("mixed")
         self._decode = RecursiveLeastSquares(len(decode), forgetting=forgetting)
         self._mixed = RecursiveLeastSquares(len(mixed), forgetting=forgetting)
@@ -244,8 +292,9 @@ class StepLearner:
         self._unit = 0.0
         self._seen = 0
         self._warm_up = warm_up
-        self.graph_sizes = graph_sizes
-        self._rows = rows_by_decodes(graph_sizes)
+        self.graphs = graphs
+        self._rows = graphs.rows_by_decodes()
+        self._dummies = [rows - tokens for tokens, rows in enumerate(graphs.rows_by_tokens())]  # of a step with prompts
         self.error = 1.0
         """Running mean of the relative error of predictions made before each step was learned."""
 
@@ -256,15 +305,15 @@ class StepLearner:
         *,
         prior_error: float = PRIOR_ERROR,
         forgetting: float = 0.98,
-        graph_sizes: tuple[int, ...] = (),
+        graphs: StepGraphs = NO_GRAPHS,
     ) -> StepLearner:
         """A learner that predicts from the start, by what another has learned of this hardware, perhaps long ago.
 
         ``prior_error``: how far off, relatively, all of it may be together; a machine 1.8 times slower is followed within a few
         steps, and what each coefficient is by itself is learned as it shows. Of terms that are newer than the knowledge it knows
-        nothing. ``graph_sizes``: of the hardware that is met now. Raises ``ValueError`` for what is no knowledge.
+        nothing. ``graphs``: of the hardware that is met now. Raises ``ValueError`` for what is no knowledge.
         """
-        learner = cls(forgetting=forgetting, graph_sizes=graph_sizes)
+        learner = cls(forgetting=forgetting, graphs=graphs)
         for piece, least, values, covariance in (
             (learner._decode, len(cls._WRITTEN_OUT["decode"]), known.decode, known.decode_covariance),
             (learner._mixed, len(cls._WRITTEN_OUT["mixed"]), known.mixed, known.mixed_covariance),
@@ -325,9 +374,13 @@ class StepLearner:
         return inputs + self._further(self._more_decode, step, rows) if self._more_decode else inputs
 
     def _mixed_inputs(self, step: StepFeatures, decode: list[float]) -> list[float]:
-        pairs = step.prefill_attention * self._PAIRS
-        inputs = [1.0, (step.prefill_tokens + step.drafted) * self._TOKENS, decode[1], decode[2], pairs]
-        return inputs + self._further(self._more_mixed, step, step.decodes) if self._more_mixed else inputs
+        pairs, dummies = step.prefill_attention * self._PAIRS, 0
+        tokens, drafted, decodes = step.prefill_tokens, step.drafted, step.decodes
+        whole = tokens + decodes
+        if whole < len(self._dummies) and tokens and not drafted and decodes + step.chunks <= self.graphs.sequences:
+            dummies = self._dummies[whole]
+        inputs = [1.0, (tokens + drafted + dummies) * self._TOKENS, decode[1], decode[2], pairs]
+        return inputs + self._further(self._more_mixed, step, decodes + dummies) if self._more_mixed else inputs
 
     @staticmethod
     def _further(terms: Sequence[Term], step: StepFeatures, rows: int) -> list[float]:
@@ -388,7 +441,7 @@ class StepLearner:
 
         Negative when the decodes alone take longer, inf when prompts cost nothing that has been seen. ``in_progress``: (tokens
         computed, tokens that this step may compute) of prompts that come first; their attention reads what was computed. What
-        is left of the time goes to one fresh chunk.
+        is left of the time goes to one fresh chunk. Where such a step is recorded, as many as fill a recorded one.
         """
         if not self._unit:
             return math.inf
@@ -408,16 +461,27 @@ class StepLearner:
             return 0.0
         read, pair = m3 * self._CONTEXT, m4 * self._PAIRS
         linear, square = m1 * self._TOKENS + read, pair / 2
-        first = 0
+        first, sequences = 0, decodes + 1
         for start, count in in_progress:
             left -= read * start
             each = linear + pair * start
             cost = count * (each + square * count)
             if cost >= left:
-                return first + (_positive_root(square, each, left) if left > 0 else 0.0)
+                tokens = first + (_positive_root(square, each, left) if left > 0 else 0.0)
+                return self._filling(tokens, decodes, sequences)
             left -= cost
             first += count
-        return first + _positive_root(square, linear, left)
+            sequences += 1
+        return self._filling(first + _positive_root(square, linear, left), decodes, sequences)
+
+    def _filling(self, tokens: float, decodes: int, sequences: int) -> float:
+        """Of so many prompt ``tokens`` those that fill a recorded step; all where none is recorded that holds them."""
+        whole = tokens + decodes + 1e-3  # no step is left out for a rounding error
+        if whole >= len(self._dummies) or sequences > self.graphs.sequences:
+            return tokens
+        sizes = self.graphs.prompts
+        at = bisect_right(sizes, whole)
+        return float(max(0, sizes[at - 1] - decodes)) if at else 0.0
 
     def _searched(self, decodes: int, context: int, seconds: float, in_progress: Sequence[tuple[int, int]]) -> float:
         """:meth:`most_prefill` whatever the terms are: no step takes less for holding more, so by halving."""

@@ -12,7 +12,7 @@ from runtime.errors import LeaseError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.step_model import StepFeatures
+from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs
 
 if TYPE_CHECKING:
     from runtime.llm.admission import AdmissionPolicy
@@ -64,7 +64,7 @@ class ModelInfo:
     """A language model as it is served. What nobody knows of it is empty or 0.
 
     ``device``: its kind, "cpu" or "cuda". ``max_model_len``: most tokens (prompt + output) of one request.
-    ``kv_bytes_per_token``: K and V of all layers.
+    ``kv_bytes_per_token``: K and V of all layers, kept in ``kv_cache_dtype``: "auto" is ``dtype``.
     """
 
     name: str
@@ -76,6 +76,7 @@ class ModelInfo:
     device: str = ""
     kv_bytes_per_token: int = 0
     random_weights: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,7 @@ class Facts:
     a batcher. ``kv_tokens``: size of the KV pool in tokens, in blocks of ``block_size`` (without a pool: what a step may
     hold); ``prefix_cache``: whether prompts share the KV of equal beginnings; ``growth_reserve``: free KV blocks that it keeps
     for each decoding sequence when it admits a prompt. ``parallelism``: devices that the model is split over.
-    ``graph_sizes``: for how many rows steps of decodes alone are recorded (CUDA graphs), ascending; one of fewer rows is padded
-    to the next size.
+    ``graphs``: the steps that it has recorded.
     """
 
     engine: str
@@ -115,7 +115,7 @@ class Facts:
     model: ModelInfo | None = None
     callable: CallableInfo | None = None
     version: str = field(default_factory=_version)
-    graph_sizes: tuple[int, ...] = ()
+    graphs: StepGraphs = NO_GRAPHS
 
 
 class SchedulerView(NamedTuple):

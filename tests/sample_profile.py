@@ -26,6 +26,7 @@ from autotune.profile import (
 from autotune.profile.parts import LearnerFacts, RegionError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
+from runtime.step_model import NO_GRAPHS, StepGraphs
 
 H200 = GpuInfo(name="NVIDIA H200", count=8, memory_gib=139.8, capability="9.0", cuda="13.0")
 SETTINGS = {
@@ -156,7 +157,7 @@ def sample_profile(
     return Profile(**fields | changes)
 
 
-def sample_cost_model(**changes: Any) -> CostFacts:
+def sample_cost_model(*, graphs: StepGraphs = NO_GRAPHS, **changes: Any) -> CostFacts:
     """Of the simplest family; the learner's coefficients are as many as it has."""
     values = {"overhead_s": 7e-3, "decode_s": 1e-5, "chunk_s": 0.0, "decode_kv_s": 3e-8, "prefill_kv_s": 4e-8}
     values |= {"token_s@0": 2e-5, "pair_s": 8e-10}
@@ -180,6 +181,9 @@ def sample_cost_model(**changes: Any) -> CostFacts:
             mixed=(0.7, 0.5, 0.3, 0.1, 0.1),
             mixed_covariance=tuple(tuple(0.01 * (i == j) for j in range(5)) for i in range(5)),
         ),
+        "graph_sizes": graphs.decodes,
+        "prompt_sizes": graphs.prompts,
+        "prompt_sequences": graphs.sequences,
     }
     return CostFacts(**fields | changes)
 

@@ -20,7 +20,9 @@ from autotune.bench.running import Outcome, Result
 
 BLOCK_S = 4.0
 _RESAMPLES = 2000
-_METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
+_AT_ONCE = 1 << 22  # values of resamples, lest those of a long run fill the memory
+_SHARES = (0.5, 0.99)
+METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 Floats = NDArray[np.float64]
 
@@ -100,6 +102,7 @@ class PairedComparison:
         # which rounds, and which of their blocks, each resample takes; drawn once, for all contenders alike
         self._rounds = rounds
         self._drawn = rng.random(size=(_RESAMPLES, len(rounds)))
+        self._summaries: dict[Contender, ContenderSummary] = {}
         self._picked = rng.integers(0, self._blocks, size=(_RESAMPLES, len(rounds), self._blocks))
 
     @property
@@ -111,6 +114,11 @@ class PairedComparison:
         return [result for result in self.results if result.turn.contender == contender]
 
     def summary(self, contender: Contender) -> ContenderSummary:
+        if contender not in self._summaries:
+            self._summaries[contender] = self._summary(contender)
+        return self._summaries[contender]
+
+    def _summary(self, contender: Contender) -> ContenderSummary:
         results = self.of(contender)
         outcomes = [outcome for result in results for outcome in result.outcomes]
         met, offered = self._sums(results)
@@ -128,7 +136,7 @@ class PairedComparison:
             goodput=self._estimate(len(results), met_here / seconds, met / seconds),
             throughput=sum(r.score.throughput for r in results) / len(results),
             unfinished=sum(r.score.unfinished for r in results),
-            latencies={metric: self._percentiles(results, metric) for metric in _METRICS},
+            latencies={metric: self._percentiles(results, metric) for metric in METRICS},
             classes=classes,
         )
 
@@ -177,18 +185,22 @@ class PairedComparison:
             return nothing, nothing
         found.sort()
         values, rows, blocks = (np.array(column) for column in zip(*found, strict=True))
-        times = np.zeros((_RESAMPLES, len(results), self._blocks))  # that each block was drawn
+        times = np.zeros((_RESAMPLES, len(results), self._blocks), np.int32)  # that each block was drawn
         np.add.at(times, (np.arange(_RESAMPLES)[:, None, None], *self._draws(len(results))), 1)
-        reached = np.cumsum(times[:, rows, blocks], axis=1)  # values drawn up to each, in ascending order
-        total = reached[:, -1:]
-
-        def at(q: float) -> Estimate:
-            first = (reached >= np.maximum(1, np.ceil(q * total))).argmax(axis=1)
-            samples = np.where(total[:, 0] > 0, values[first], np.nan)
-            value = float(values[max(0, math.ceil(q * len(values)) - 1)])
-            return self._estimate(len(results), value, samples)
-
-        return at(0.5), at(0.99)
+        samples = np.full((2, _RESAMPLES), np.nan)
+        together = max(1, _AT_ONCE // len(values))
+        for begin in range(0, _RESAMPLES, together):
+            some = slice(begin, begin + together)
+            reached = np.cumsum(times[some, rows, blocks], axis=1)  # values drawn up to each, in ascending order
+            total = reached[:, -1]
+            for q, found_at in zip(_SHARES, samples, strict=True):
+                wanted = np.maximum(1, np.ceil(q * total))
+                found_at[some] = np.where(total > 0, values[(reached >= wanted[:, None]).argmax(axis=1)], np.nan)
+        median, tail = (
+            self._estimate(len(results), float(values[max(0, math.ceil(q * len(values)) - 1)]), found_at)
+            for q, found_at in zip(_SHARES, samples, strict=True)
+        )
+        return median, tail
 
     def _estimate(self, rounds: int, value: float, samples: Floats) -> Estimate:
         """``value`` with the interval of its resamples; with none where all of them are the same block."""

@@ -10,7 +10,8 @@ from autotune.profile import ModelFacts, Profile
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import Setup
 from autotune.profiling.steps import measure_steps
-from autotune.workload import Workload, parse_workload
+from autotune.workload import Workload, at_length_scale, named_rate, parse_workload
+from runtime.errors import InputError
 from runtime.slo import SLO, RequestClass
 
 SHARE = 0.8
@@ -32,24 +33,54 @@ class BenchLoad:
 
 
 def of_profile(
-    profile: Profile, spec: str | None, slo: SLO | None, rate: float | None, classes: Sequence[RequestClass] = ()
+    engine: Engine,
+    model: ModelFacts,
+    profile: Profile,
+    spec: str | None,
+    slo: SLO | None,
+    rate: float | None,
+    classes: Sequence[RequestClass] = (),
 ) -> BenchLoad:
-    """The load that ``profile`` was made under, as far as it is not overridden."""
+    """The load that ``profile`` was made under, as far as it is not overridden, cut to what ``engine`` holds of a request."""
     facts = profile.workload
-    workload = parse_workload(spec or facts.spec)
-    scaled = workload.scaled(
-        length=facts.length_scale / workload.length_scale if workload.length_scale == 1 or spec is None else 1.0,
-        cap_prompt=facts.cap_prompt,
-        cap_output=facts.cap_output,
+    longest = min(model.max_model_len, engine.facts.kv_tokens)
+    cap_output = min(facts.cap_output or longest, max(1, longest // 4))
+    scaled = at_length_scale(parse_workload(spec or facts.spec), facts.length_scale).scaled(
+        cap_prompt=min(facts.cap_prompt or longest, longest - cap_output), cap_output=cap_output
     )
+    chosen = rate or _own_rate(spec)
     return BenchLoad(
         spec=spec or facts.spec,
-        workload=scaled.at_rate(rate or facts.rate),
+        workload=scaled.at_rate(chosen or facts.rate),
         slo=slo or profile.slo,
         slo_from="given" if slo else "the profile's",
-        rate_from="given" if rate else "the profile's",
+        rate_from="given" if chosen else "the profile's",
         classes=tuple(classes) or profile.classes,
     )
+
+
+def check_lasts(workload: Workload, seed: int, rounds: int, duration: float) -> None:
+    """Raise :class:`InputError` where a trace has too few requests for a turn of ``duration`` seconds in one of the rounds, for
+    the rest of the turn would count as time in which nothing was served."""
+    if not workload.finite:
+        return
+    lasts = min(_lasts(workload, seed + number) for number in range(rounds))
+    if lasts < duration:
+        slower = workload.rate * lasts / duration
+        raise InputError(
+            f"--duration is {duration:g} s, but {workload.name} lasts for {lasts:.3g} s at {workload.rate:.4g} requests/s; "
+            f"take at most that, or a --rate of at most {slower:.4g}"
+        )
+
+
+def _lasts(workload: Workload, seed: int) -> float:
+    """Seconds until the request after its last would come."""
+    last = max((arrival.time for arrival in workload.arrivals(seed)), default=0.0)
+    return last + 1 / workload.rate
+
+
+def _own_rate(spec: str | None) -> float | None:
+    return None if spec is None else named_rate(parse_workload(spec))
 
 
 def calibrated(
@@ -78,14 +109,15 @@ def calibrated(
         budget_s=budget_s,
         classes=classes,
     )
-    chosen = rate or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
+    given = rate or _own_rate(spec)
+    chosen = given or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
     return BenchLoad(
         spec=spec,
         workload=setup.model_copy(update={"rate": chosen}).apply(workload),
         slo=setup.slo,
         slo_from=setup.slo_from,
         classes=tuple(classes),
-        rate_from="given" if rate else f"{SHARE:.0%} of what fills the engine",
+        rate_from="given" if given else f"{SHARE:.0%} of what fills the engine",
     )
 
 

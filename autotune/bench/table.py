@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autotune.bench.comparing import Difference, Estimate, PairedComparison
+from autotune.bench.comparing import METRICS, Difference, Estimate, PairedComparison
 from autotune.bench.contenders import Contender
 from autotune.report.tables import Detail, empty_table, fullest
 from runtime.slo import SLO, RequestClass
@@ -45,7 +45,8 @@ def show(
 def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail) -> Table:
     """A row a contender. Where there is little room, latencies lose their intervals first, then their medians."""
     intervals, medians, every = detail < Detail.MAIN, detail < Detail.SHORT, detail < Detail.BAREST
-    metrics = [metric for metric in comparison.summary(baseline).latencies if every or metric != "e2e_ms"]
+    metrics = [metric for metric in METRICS if every or metric != "e2e_ms"]
+    paired = baseline in comparison.contenders  # else none of its turns could be measured
     table = empty_table(detail)
     table.add_column("", no_wrap=True)
     titles = [
@@ -54,7 +55,7 @@ def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail
         for q in (("p50", "p99") if medians else ("p99",))
     ]
     for title in (
-        "attainment", f"− {baseline.name}", "goodput /s", *(("tok/s",) if every else ()), *titles,
+        "attainment", *((f"− {baseline.name}",) if paired else ()), "goodput /s", *(("tok/s",) if every else ()), *titles,
         *(("unfinished",) if every else ()),
     ):  # fmt: skip
         table.add_column(title, justify="right", no_wrap=True)
@@ -65,7 +66,7 @@ def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail
         table.add_row(
             contender.name,
             share(found.attainment),
-            "" if difference is None else points(difference),
+            *(("" if difference is None else points(difference),) if paired else ()),
             _spread(found.goodput, 2, interval=detail < Detail.BARE),
             *((f"{found.throughput:.0f}",) if every else ()),
             *(_spread(value, 0, interval=intervals) for value in latencies),

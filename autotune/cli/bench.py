@@ -19,8 +19,10 @@ from autotune.cli.options import (
     EngineArguments,
     Gpu,
     ProfiledClasses,
+    ProfiledKvCacheDtype,
     check_classes,
     check_device,
+    check_kv_cache_dtype,
     check_rate,
     checked,
     engine_of,
@@ -68,7 +70,8 @@ def bench(
     ] = None,
     classes: ProfiledClasses = None,
     rate: Annotated[
-        float | None, Option(help="Requests/s.  (default: the profile's, or 80% of what saturates the engine)")
+        float | None,
+        Option(help="Requests/s.  (default: the workload's own, the profile's, or 80% of what saturates the engine)"),
     ] = None,
     duration: Annotated[str, Option(help="How long requests arrive in each turn: 30s or 2m.")] = "30s",
     rounds: Annotated[
@@ -92,6 +95,7 @@ def bench(
     cpu: Cpu = False,
     gpu: Gpu = False,
     dtype: Dtype = "auto",
+    kv_cache_dtype: ProfiledKvCacheDtype = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
     out: Annotated[Path | None, Option("--out", "-o", help="A page of plots to write, .html.")] = None,
     as_json: AsJsonOfARun = False,
@@ -99,6 +103,7 @@ def bench(
     """Compare, print, and plot; 1 when nothing could be measured."""
     from autotune.bench import controlled, defaults, parse_fixed, plotting
     from autotune.bench import fixed as at
+    from autotune.bench.loads import check_lasts
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import (
@@ -113,13 +118,15 @@ def bench(
     )
     from autotune.control.controllers.registry import find
     from autotune.engines.defaults import VLLM_DEFAULTS
-    from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise
+    from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise, stored_otherwise
     from autotune.profiling.space import WIDEST
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits, Knobs
     from runtime.slo import SLO
 
     check_device(cpu, gpu)
+    if kv_cache_dtype is not None:
+        check_kv_cache_dtype(kv_cache_dtype)
     check_rate("--rate", rate)
     length = seconds(duration, option="--duration", least=_SHORTEST_S)
     target = None if slo is None else checked("--slo", SLO.parse, slo)
@@ -131,6 +138,7 @@ def bench(
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
+    stored = kv_cache_dtype or ("auto" if given is None else given.model.kv_cache_dtype)
     aim = given.slo if target is None and given is not None else target  # None: a calibration's, which has a TTFT
     if reject_late and aim is not None and aim.ttft_ms is aim.e2e_ms is None:
         raise InputError("--reject-late needs to know what is late: add a TTFT, as in --slo ttft=500ms,tpot=50ms")
@@ -169,15 +177,18 @@ def bench(
         check_dtype(chosen, dtype)
         source = load(
             by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
-            arguments=arguments,
+            kv_cache_dtype=stored, arguments=arguments,
         )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
         console.print(
             heading(source.model.name, found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
         )
-        other = "" if given is None else measured_on_another(given.engine, source.name, source.version)
-        for line in [*source.introduction, *([f"note: {other}"] if other else [])]:
+        others = [] if given is None else [
+            measured_on_another(given.engine, source.name, source.version),
+            stored_otherwise(given.model, source.model.kv_cache_dtype),
+        ]  # fmt: skip
+        for line in [*source.introduction, *(f"note: {other}" for other in others if other)]:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         tokens = source.default_kv_tokens()
         if tokens is not None:
@@ -185,14 +196,14 @@ def bench(
         if with_classes:
             source = source.with_classes(with_classes)
         with running(source.start(limits=limits, seed=seed)) as live:
-            sizes, slots = live.facts.graph_sizes, live.limits.max_batch_size
-            if given is not None and (ladder := recorded_otherwise(given, sizes, slots)):
+            if given is not None and (ladder := recorded_otherwise(given, live.facts.graphs, live.limits)):
                 console.print(f"note: {ladder}", style="dim", markup=False, highlight=False, soft_wrap=True)
             run = _Run(
                 live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop, controller
             )
             found_load = run.load(workload, target, rate, given, with_classes)
             if found_load is not None:
+                check_lasts(found_load.workload, seed, rounds, length)
                 run.measure(found_load)
     return _finish(run, found_load, out, as_json)
 
@@ -226,7 +237,7 @@ class _Run:
         from autotune.measure.evaluate import Interrupted
 
         if profile is not None:
-            return loads.of_profile(profile, spec, slo, rate, classes)
+            return loads.of_profile(self.engine, self.facts, profile, spec, slo, rate, classes)
         display = self._display()
         display.stage("calibrating")
         try:
@@ -294,7 +305,7 @@ class _Run:
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
         rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")
         return (
-            f"model {self.facts.name} ({self.facts.dtype}) · workload {load.spec}{lengths} · {rate}\n"
+            f"model {self.facts.name} ({self.facts.dtypes}) · workload {load.spec}{lengths} · {rate}\n"
             f"SLO {load.slo}{why}\n{classes}"
             f"{self.rounds} round{'' if self.rounds == 1 else 's'} of {', '.join(c.name for c in self.contenders)}; "
             f"{self.duration:g} s a turn" + (f"; control is {self.controller}" if self.controller else "")
@@ -328,7 +339,8 @@ def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) 
 def _shape(
     run: _Run, load: BenchLoad, comparison: PairedComparison, baseline: Contender, stopped: bool
 ) -> dict[str, Any]:
-    differences = [comparison.difference(c, baseline) for c in comparison.contenders if c != baseline]
+    others = [c for c in comparison.contenders if c != baseline]
+    differences = [comparison.difference(c, baseline) for c in others]
     return {
         "status": "stopped" if stopped else "complete",
         "model": run.facts.model_dump(mode="json"),

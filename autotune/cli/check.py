@@ -193,6 +193,7 @@ def _measured(
         device="cuda" if gpu else "cpu",
         seed=then.seed or 0,
         max_model_len=then.max_model_len,
+        kv_cache_dtype=then.kv_cache_dtype,
         arguments=arguments,
     )
     if other := measured_on_another(facts, source.name, source.version):
@@ -205,7 +206,7 @@ def _measured(
     else:
         source = source.with_kv_tokens(pool.tokens)
     engine = source.start(limits=facts.limits, seed=profile.seed)
-    if ladder := recorded_otherwise(profile, engine.facts.graph_sizes, engine.limits.max_batch_size):
+    if ladder := recorded_otherwise(profile, engine.facts.graphs, engine.limits):
         differs.append(ladder)
     display, work = Display(console, ""), OtherWork()
     needs = 1 if gpu else threads or 1

@@ -47,6 +47,9 @@ ProfiledSlo = Annotated[
     str | None, Option("--slo", help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)")
 ]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
+_KV_CACHE_HELP = "Keys and values as they are computed (auto), or in 8 bits (fp8; our own engine: on CUDA)."
+KvCacheDtype = Annotated[str, Option(help=_KV_CACHE_HELP)]
+ProfiledKvCacheDtype = Annotated[str | None, Option(help=f"{_KV_CACHE_HELP}  (default: the profile's, or auto)")]
 Price = Annotated[
     str | None,
     Option(
@@ -68,6 +71,12 @@ def check_device(cpu: bool, gpu: bool) -> None:
     """Raise :class:`InputError` where both are named."""
     if cpu and gpu:
         raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
+
+
+def check_kv_cache_dtype(requested: str) -> None:
+    """Raise :class:`InputError` for what --kv-cache-dtype does not take."""
+    if requested not in ("auto", "fp8"):
+        raise InputError(f"--kv-cache-dtype is {requested}; it must be auto or fp8")
 
 
 def check_rate(option: str, rate: float | None) -> None:

@@ -17,8 +17,10 @@ from autotune.cli.options import (
     Dtype,
     EngineArguments,
     Gpu,
+    KvCacheDtype,
     check_classes,
     check_device,
+    check_kv_cache_dtype,
     check_rate,
     checked,
     request_classes,
@@ -114,6 +116,7 @@ def profile(
         ),
     ] = None,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     study: Annotated[
         Path | None, Option(help="The study's journal, or its name in --storage.  (default: beside --out)")
     ] = None,
@@ -175,6 +178,7 @@ def profile(
     from runtime.slo import SLO
 
     check_device(cpu, gpu)
+    check_kv_cache_dtype(kv_cache_dtype)
     if trials is not None and trials < 1:
         raise InputError(f"--trials is {trials}; it must be at least 1")
     if sim_trials is not None and sim_trials < 1:
@@ -227,7 +231,9 @@ def profile(
             logging.disable_progress_bar()  # of loading weights: control characters in a log
         device = "cuda" if kind == "gpu" else "cpu"
         check_dtype(chosen, dtype)
-        source = load(engine, model, dtype=dtype, device=device, seed=seed, arguments=arguments)
+        source = load(
+            engine, model, dtype=dtype, device=device, seed=seed, kv_cache_dtype=kv_cache_dtype, arguments=arguments
+        )
         limits = source.limits
         space = replace(make_space(limits, pin or (), ranges or ()), stock=source.stock)
         question = replace(question, space=space)

@@ -78,7 +78,7 @@ def work(
     """Work on the study until it is done or stopped, and have what was found written; the exit code."""
     facts, question, identity = requested.model, requested.question, requested.identity
     weights = "random weights, " if facts.random_weights else ""
-    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {requested.spec}"
+    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtypes}) · workload {requested.spec}"
     display = Display(console, head)
     place: Path | SharedStorage = files.journal
     if storage is not None:

@@ -13,8 +13,10 @@ from typer import Argument, Context, Option
 
 from autotune.cli.options import (
     Controller,
+    ProfiledKvCacheDtype,
     ProfiledSlo,
     Purpose,
+    check_kv_cache_dtype,
     checked,
     checked_knobs,
     given_options,
@@ -82,6 +84,7 @@ def serve(
     knobs: dict[str, float] | None = None,
     dtype: Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    kv_cache_dtype: ProfiledKvCacheDtype = None,
     max_model_len: Annotated[int | None, Option(help="Lower the model's context to this many tokens.")] = None,
     kv_tokens: Annotated[int | None, Option(help="Size of the KV pool.  (default: what the memory allows)")] = None,
     max_queue: Annotated[int, Option(help="Requests that may wait; more are answered with 429.")] = 4096,
@@ -122,6 +125,8 @@ def serve(
     by = engine_named(on)
     serving = by.serving
     check_serving(by, given_options(context), more or ())
+    if kv_cache_dtype is not None:
+        check_kv_cache_dtype(kv_cache_dtype)
     if ordering not in ORDERINGS:
         raise InputError(f"--ordering is {ordering}; it must be one of {', '.join(ORDERINGS)}")
     start_with = _profile(profile, purpose)
@@ -187,6 +192,7 @@ def serve(
         pinned=knobs or {},
         dtype=dtype or (start_with.model.dtype if start_with else None),
         device=device,
+        kv_cache_dtype=kv_cache_dtype or (start_with.model.kv_cache_dtype if start_with else "auto"),
         seed=seed,
         max_model_len=max_model_len,
         kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
@@ -219,7 +225,7 @@ def _serve_here(
 ) -> int:
     """Serve by this process until it is stopped. ``profile``: of what is served, if there is one."""
     from autotune.control.attach import attach
-    from autotune.profile.fingerprint import recorded_otherwise
+    from autotune.profile.fingerprint import recorded_otherwise, stored_otherwise
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, end_if_lost, serve_until_stopped, url_of, warm_up
@@ -229,9 +235,10 @@ def _serve_here(
         log = None if records is None else stack.enter_context(RecordLog(records))
         engine = stack.enter_context(serving.start(requested))
         last.callback(end_if_lost, engine)  # when all else is closed
-        facts, slots = engine.facts, engine.limits.max_batch_size
-        if profile is not None and (ladder := recorded_otherwise(profile, facts.graph_sizes, slots)):
+        if profile is not None and (ladder := recorded_otherwise(profile, engine.facts.graphs, engine.limits)):
             print(f"note: {ladder}", file=sys.stderr)
+        if profile is not None and (stored := stored_otherwise(profile.model, requested.kv_cache_dtype)):
+            print(f"note: {stored}", file=sys.stderr)
         warm_up(engine)
         if log is not None:
             engine.subscribe(log)

@@ -49,7 +49,7 @@ def show(
     model, load = loaded.model, loaded.workload
     for line in (
         f"{describe(loaded.machine)} · {loaded.machine.cpu} · {loaded.created} · autotune {loaded.software.autotune}",
-        f"model {model.name} ({model.parameters / 1e6:.0f}M, {model.dtype}) · "
+        f"model {model.name} ({model.parameters / 1e6:.0f}M, {model.dtypes}) · "
         f"workload {load.spec}, lengths × {load.length_scale:g} · SLO {loaded.slo}",
         *(f"class {one}" for one in loaded.classes),
         *model_lines(loaded),

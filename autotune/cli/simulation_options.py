@@ -93,7 +93,7 @@ class SimulationOptions:
         from autotune.cost.price import parse_price
         from autotune.profile import find_profile, load_profile
         from autotune.simulate.scenario import Scenario, load_of, parse_speeds
-        from autotune.workload import named_options, parse_workload
+        from autotune.workload import named_options, named_rate, parse_workload
         from runtime.slo import SLO
 
         if controller is not None:
@@ -135,7 +135,7 @@ class SimulationOptions:
         self.as_profiled = plain and not self.foreign and self._same_slos(scenario)
         """Whether nothing but the requests differs from what the profile measured."""
         self.named = named_options(workload) if workload is not None else set()
-        self.rate = load.rate if self.named & {"rate", "time"} else None
+        self.rate = None if workload is None else named_rate(load)
         self.settings = {"requested": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
@@ -193,7 +193,7 @@ class SimulationOptions:
         warning = f"\n{profile.warning}" if profile.warning else ""
         warning += "".join(f"\nwarning: {text}" for text in self.warnings[len(profile.warnings) :])
         return (
-            f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
+            f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtypes}) on "
             f"{describe(profile.machine)}{speeds}\n"
             f"cost model {profile.cost_model.family}, error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"

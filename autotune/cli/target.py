@@ -70,6 +70,7 @@ def model_facts(model: ModelInfo, seed: int) -> ModelFacts:
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_cache_dtype=model.kv_cache_dtype,
     )
 
 

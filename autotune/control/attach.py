@@ -20,17 +20,17 @@ from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
-from runtime.step_model import StepLearner
+from runtime.step_model import NO_GRAPHS, StepGraphs, StepLearner
 from runtime.tunable import CallableInfo, Tunable
 
 
-def warm_model(profile: Profile | CallableProfile | None, graph_sizes: tuple[int, ...] = ()) -> StepLearner | None:
-    """A learner that begins with what ``profile`` knows of the hardware, and with the ``graph_sizes`` of the engine; None when
+def warm_model(profile: Profile | CallableProfile | None, graphs: StepGraphs = NO_GRAPHS) -> StepLearner | None:
+    """A learner that begins with what ``profile`` knows of the hardware, and with the ``graphs`` of the engine; None when
     nothing is known."""
     known = serving_knowledge(profile) if isinstance(profile, Profile) else None
     if known is not None:
-        return StepLearner.warm_start(known, graph_sizes=graph_sizes)
-    return StepLearner(graph_sizes=graph_sizes) if graph_sizes else None
+        return StepLearner.warm_start(known, graphs=graphs)
+    return StepLearner(graphs=graphs) if graphs else None
 
 
 def _drift(profile: Profile | CallableProfile | None) -> ProfileDrift | None:
@@ -122,7 +122,7 @@ def _named(
         return BatchingController(slo, start, blind=blind, fixed_window=blind and facts.callable.slots == 1)
     name = name or "predictive"
     make = find(name, batcher=facts.callable is not None)
-    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile, facts.graph_sizes))
+    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile, facts.graphs))
 
 
 def _strategy(about: CallableInfo) -> str:
@@ -149,7 +149,12 @@ def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
 
 def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
-    from autotune.profile.fingerprint import measured_elsewhere, measured_on_another, recorded_otherwise
+    from autotune.profile.fingerprint import (
+        measured_elsewhere,
+        measured_on_another,
+        recorded_otherwise,
+        stored_otherwise,
+    )
 
     if isinstance(profile, CallableProfile):
         about = engine.facts.callable
@@ -169,8 +174,9 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     )
     facts = engine.facts
     by = "" if engine.capabilities.virtual_time else measured_on_another(profile.engine, facts.engine, facts.version)
-    ladder = recorded_otherwise(profile, facts.graph_sizes, engine.limits.max_batch_size)
-    return "; ".join(text for text in (elsewhere, by, other, ladder) if text)
+    ladder = recorded_otherwise(profile, facts.graphs, engine.limits)
+    stored = stored_otherwise(profile.model, model.kv_cache_dtype)
+    return "; ".join(text for text in (elsewhere, by, other, ladder, stored) if text)
 
 
 __all__ = ["attach", "warm_model"]

@@ -12,11 +12,12 @@ from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_s
 
 from autotune.cost.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Rows, Share, Text, check_order
 from autotune.cost.shape import EXPERT_TOKENS, Shape
-from runtime.step_model import Piece, learned_terms
+from runtime.step_model import Piece, StepGraphs, learned_terms
 
 _MOST_EXPERT_TOKENS = 1e6
 _LEAST: dict[Piece, int] = {piece: sum(term.required for term in learned_terms(piece)) for piece in ("decode", "mixed")}
 """Coefficients of each piece of the learner; a profile may hold more, those of terms that came later."""
+_GRAPHS = ("graph_sizes", "prompt_sizes", "prompt_sequences")
 
 
 class StepPoint(Part):
@@ -131,14 +132,23 @@ class CostFacts(Part):
     graph_sizes: tuple[Rows, ...] = Field(
         default=(),
         max_length=4096,
-        description="for how many rows the engine records decode steps (CUDA graphs), in ascending order: a step of fewer is "
-        "padded to the next of them; left out where it records none",
+        description="for how many rows the engine records steps of decodes alone (CUDA graphs), in ascending order: a step of "
+        "fewer is padded to the next of them; left out where it records none",
+    )
+    prompt_sizes: tuple[Rows, ...] = Field(
+        default=(),
+        max_length=4096,
+        description="for how many tokens, those of decodes among them, it records steps with prompts, likewise; left out where "
+        "it records none",
+    )
+    prompt_sequences: Count = Field(
+        default=0, description="the most sequences of a recorded step with prompts; left out where there are none"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> CostFacts:
         try:
-            shape = Shape.of(self.family, self.coefficients, self.graph_sizes)
+            shape = Shape.of(self.family, self.coefficients, self.graphs)
         except ValueError as error:
             raise ValueError(f".{error}") from None
         most = shape.most | {EXPERT_TOKENS: _MOST_EXPERT_TOKENS}
@@ -149,12 +159,17 @@ class CostFacts(Part):
         names = [r.region for r in self.regions]
         if len(set(names)) < len(names):
             raise ValueError(f".regions are {', '.join(names)}; each may be there once")
-        if list(self.graph_sizes) != sorted(set(self.graph_sizes)):
+        for name, sizes in (("graph_sizes", self.graph_sizes), ("prompt_sizes", self.prompt_sizes)):
+            if list(sizes) != sorted(set(sizes)):
+                raise ValueError(f".{name} are {', '.join(map(str, sizes))}; each must be above the one before")
+        if bool(self.prompt_sizes) != bool(self.prompt_sequences):
             raise ValueError(
-                f".graph_sizes are {', '.join(map(str, self.graph_sizes))}; each must be above the one before"
+                f".prompt_sequences is {self.prompt_sequences} with {len(self.prompt_sizes)} prompt_sizes; "
+                "there must be both or neither"
             )
-        if self.planned is not None and self.planned.graph_sizes != self.graph_sizes:
-            raise ValueError(".planned.graph_sizes must be those of the cost model: it is the same engine's")
+        for name in _GRAPHS:
+            if self.planned is not None and getattr(self.planned, name) != getattr(self, name):
+                raise ValueError(f".planned.{name} must be those of the cost model: it is the same engine's")
         if self.planned is not None and self.planned.planned is not None:
             raise ValueError(".planned.planned must be null: planned steps have no others among them")
         return self
@@ -163,9 +178,15 @@ class CostFacts(Part):
     def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A file says nothing of graphs where there are none, so that versions that know of none read it."""
         data: dict[str, Any] = dump(self)
-        if not self.graph_sizes:
-            data.pop("graph_sizes", None)
+        for name in _GRAPHS:
+            if not getattr(self, name):
+                data.pop(name, None)
         return data
+
+    @property
+    def graphs(self) -> StepGraphs:
+        """The steps that the engine has recorded."""
+        return StepGraphs(self.graph_sizes, self.prompt_sizes, self.prompt_sequences)
 
     def region_error(self, region: str) -> float:
         """The median error of ``region``, of all points where it has none of its own."""

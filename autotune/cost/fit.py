@@ -27,7 +27,7 @@ from scipy.optimize import nnls
 
 from autotune.cost.facts import StepPoint
 from autotune.cost.shape import Floats, Shape, as_floats, candidates
-from runtime.step_model import TERMS, StepFeatures
+from runtime.step_model import NO_GRAPHS, TERMS, StepFeatures, StepGraphs
 
 FOLDS = 5
 FEWEST = 8
@@ -65,7 +65,7 @@ class PointArrays:
 
     def columns(self, shape: Shape) -> Floats:
         """Those of the steps in ``shape``, to be read only: alike for all shapes that overlap and differ in the norm only."""
-        key = shape.norm == 1, shape.knots, shape.experts, shape.graph_sizes
+        key = shape.norm == 1, shape.knots, shape.experts, shape.graphs
         if key not in self._known:
             self._known[key] = shape.columns(self.steps)
         return self._known[key]
@@ -99,18 +99,18 @@ def _folds(points: Sequence[StepPoint]) -> Floats:
     return folds
 
 
-def fit(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> Fitted:
+def fit(points: Sequence[StepPoint], graphs: StepGraphs = NO_GRAPHS) -> Fitted:
     """The shape of least cross-validated error, a sum where none is better by a standard error, fitted to all points.
 
-    ``graph_sizes``: for how many rows the engine's decode steps are recorded. The latest fits are kept: a profiling run asks
+    ``graphs``: the steps that the engine has recorded. The latest fits are kept: a profiling run asks
     for that of the calibration's points again and again. Their arrays are to be read only.
     """
     plain = tuple(p if p.predicted is None else p.model_copy(update={"predicted": None}) for p in points)
-    return _fit(plain, graph_sizes, tuple(TERMS))
+    return _fit(plain, graphs, tuple(TERMS))
 
 
 @lru_cache(maxsize=16)
-def _fit(points: tuple[StepPoint, ...], graph_sizes: tuple[int, ...], terms: tuple[str, ...]) -> Fitted:
+def _fit(points: tuple[StepPoint, ...], graphs: StepGraphs, terms: tuple[str, ...]) -> Fitted:
     """``terms``: the names of those there are. Another set is another fit."""
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens + p.drafted for p in points]
@@ -118,7 +118,7 @@ def _fit(points: tuple[StepPoint, ...], graph_sizes: tuple[int, ...], terms: tup
     folds = [
         (data.where(data.folds != fold), data.where(data.folds == fold), data.folds == fold) for fold in range(FOLDS)
     ]
-    for shapes in _chains(candidates(tokens, graph_sizes), data):
+    for shapes in _chains(candidates(tokens, graphs), data):
         held_out = {shape: np.zeros(len(points)) for shape in shapes}
         for inside, outside, there in folds:
             for shape, coefficients in _solve_chain(shapes, inside):

@@ -18,7 +18,7 @@ from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionErro
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from runtime.records import percentile
-from runtime.step_model import TERMS, StepFeatures, StepLearner, further_rows, rows_by_decodes
+from runtime.step_model import NO_GRAPHS, TERMS, StepFeatures, StepGraphs, StepLearner, further_rows
 
 WRITTEN_OUT = frozenset(
     (
@@ -35,6 +35,7 @@ WRITTEN_OUT = frozenset(
         "mixed_context",
         "tiles_128",
         "tiles_256",
+        "eager",
     )
 )
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
@@ -56,6 +57,7 @@ class CostModel:
         "_compute",
         "_decode",
         "_decode_kv",
+        "_eager",
         "_memory",
         "_mixed_kv",
         "_more",
@@ -64,7 +66,10 @@ class CostModel:
         "_pair",
         "_prefill_kv",
         "_prompt",
+        "_prompt_rows",
+        "_recorded",
         "_rows",
+        "_sequences",
         "_shape",
         "_values",
         "facts",
@@ -73,7 +78,7 @@ class CostModel:
     def __init__(self, facts: CostFacts) -> None:
         values = facts.coefficients
         try:
-            self._shape = Shape.of(facts.family, values, facts.graph_sizes)
+            self._shape = Shape.of(facts.family, values, facts.graphs)
         except ValueError as error:
             raise ValueError(f"cost_model.{error}") from None
         self.facts = facts
@@ -81,16 +86,19 @@ class CostModel:
         self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
         self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
         self._prompt, self._mixed_kv = values.get("prompt_s", 0.0), values.get("mixed_kv_s", 0.0)
+        self._eager = values.get("eager_s", 0.0)
         self._more = [
             (term.group, values[term.coefficient], term.amount)
             for term in self._shape.terms
             if term.name not in WRITTEN_OUT and values.get(term.coefficient)
         ]
         self._norm = _FROM_TABLE if self._more else self._shape.norm
-        self._rows = rows_by_decodes(facts.graph_sizes)  # computed in a step of so many decodes and no prompts
+        self._rows = facts.graphs.rows_by_decodes()  # computed in a step of so many decodes and no prompts
+        self._prompt_rows, self._sequences = facts.graphs.rows_by_tokens(), facts.graphs.sequences
+        self._recorded = len(self._prompt_rows) - 1  # tokens of the largest step with prompts that is recorded
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
-        self._grow(max(_FIRST_TABLE, len(self._rows)))
+        self._grow(max(_FIRST_TABLE, len(self._rows), len(self._prompt_rows)))
 
     def __reduce__(self) -> tuple[type[CostModel], tuple[CostFacts]]:
         return CostModel, (self.facts,)
@@ -101,14 +109,19 @@ class CostModel:
         tokens = decodes + prefill + drafted
         if tokens >= len(self._rows):
             self._grow(tokens + 1)
+        outside = self._overhead + self._decode * decodes + self._chunk * chunks
         if tokens == decodes:
             tokens = self._rows[tokens]
+        else:
+            if prefill:
+                outside += self._prompt
+                outside += self._mixed_kv * context
+            if tokens <= self._recorded and decodes + chunks <= self._sequences and not drafted:
+                tokens = self._prompt_rows[tokens]
+            else:
+                outside += self._eager
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
         compute = self._compute[tokens] + self._pair * (context + pairs)
-        outside = self._overhead + self._decode * decodes + self._chunk * chunks
-        if prefill:
-            outside += self._prompt
-            outside += self._mixed_kv * context
         norm = self._norm
         if norm == 1.0:
             return outside + (memory + compute)
@@ -236,24 +249,22 @@ def fit_cost_model(
     seconds: float = 0.0,
     serving_overhead_s: float = 0.0,
     jitter: JitterFacts | None = None,
-    graph_sizes: tuple[int, ...] = (),
+    graphs: StepGraphs = NO_GRAPHS,
 ) -> CostModel:
     """The cost model of measured ``points``, its shape chosen by cross-validation.
 
     ``seconds``: what measuring them took; ``serving_overhead_s``, ``jitter``: by how much served steps take longer, and how they
-    scatter; ``graph_sizes``: for how many rows the engine records decode steps. All are kept with it. Raises ``ValueError`` for
+    scatter; ``graphs``: the steps that the engine has recorded. All are kept with it. Raises ``ValueError`` for
     too few points to tell anything.
     """
     planned = [p for p in points if p.region != SERVED]
-    of_planned = _fit(planned, seconds, None, graph_sizes).facts if FEWEST <= len(planned) < len(points) else None
-    found = _fit(points, seconds, of_planned, graph_sizes)
+    of_planned = _fit(planned, seconds, None, graphs).facts if FEWEST <= len(planned) < len(points) else None
+    found = _fit(points, seconds, of_planned, graphs)
     return CostModel(found.facts.model_copy(update={"serving_overhead_s": serving_overhead_s, "jitter": jitter}))
 
 
-def _fit(
-    points: Sequence[StepPoint], seconds: float, planned: CostFacts | None, graph_sizes: tuple[int, ...]
-) -> CostModel:
-    fitted = fit(points, graph_sizes)
+def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None, graphs: StepGraphs) -> CostModel:
+    fitted = fit(points, graphs)
     values = dict(zip(fitted.shape.names, fitted.coefficients.tolist(), strict=True))
     covariance = fitted.covariance.tolist()
     if fitted.shape.experts:
@@ -268,16 +279,18 @@ def _fit(
             seconds=seconds,
             error=statistics.median(errors(points, fitted)),
             regions=_regions(points, fitted),
-            learner=_learner(points, graph_sizes),
+            learner=_learner(points, graphs),
             planned=planned,
-            graph_sizes=graph_sizes,
+            graph_sizes=graphs.decodes,
+            prompt_sizes=graphs.prompts,
+            prompt_sequences=graphs.sequences,
         )
     )
 
 
-def with_predictions(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> list[StepPoint]:
+def with_predictions(points: Sequence[StepPoint], graphs: StepGraphs = NO_GRAPHS) -> list[StepPoint]:
     """``points``, each with what a model fitted without it says of it. Raises as :func:`fit_cost_model`."""
-    predicted = fit(points, graph_sizes).held_out.tolist()
+    predicted = fit(points, graphs).held_out.tolist()
     return [p.model_copy(update={"predicted": float(t)}) for p, t in zip(points, predicted, strict=True)]
 
 
@@ -296,9 +309,9 @@ def _regions(points: Sequence[StepPoint], fitted: Fitted) -> tuple[RegionError, 
     )
 
 
-def _learner(points: Sequence[StepPoint], graph_sizes: tuple[int, ...]) -> LearnerFacts:
+def _learner(points: Sequence[StepPoint], graphs: StepGraphs) -> LearnerFacts:
     """What the online learner knows once it has met every point, in an order of no meaning, and forgotten none."""
-    learner = StepLearner(forgetting=1.0, warm_up=0, graph_sizes=graph_sizes)
+    learner = StepLearner(forgetting=1.0, warm_up=0, graphs=graphs)
     order = random.Random(0).sample(points, len(points))
     for point in order * _PASSES:
         learner.observe(features_of(point), point.seconds)
@@ -316,7 +329,7 @@ def undetermined_terms(points: Sequence[StepPoint]) -> list[str]:
     """The terms of which all ``points`` hold as much, so that no fit can tell what they cost.
 
     Of the terms there are none is among them where the plan had its time; a new one is until the plan makes steps for it. Tiles
-    do not count: an engine may make no step that fills one.
+    do not count, and neither does what is of steps that no recording holds: an engine may make no such step.
     """
     steps = [features_of(point) for point in points]
     return [
@@ -324,6 +337,7 @@ def undetermined_terms(points: Sequence[StepPoint]) -> list[str]:
         for term in TERMS.values()
         if term.coefficient
         and term.curve != "tiles"
+        and not term.unrecorded_only
         and float(term.amount(_NOTHING)) == 0
         and len({float(term.amount(s)) for s in steps}) < 2
     ]

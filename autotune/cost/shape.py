@@ -13,9 +13,9 @@ overlaps), and in between for what overlaps in part. ``experts_s`` is for mixtur
 touch all. The segments of ``token_s`` may have any slopes that are not negative, so small batches on a CPU, whose products
 cost the same up to some number of rows, are followed too; one segment is a cost linear in tokens.
 
-An engine that records decode steps (CUDA graphs) does so for a few numbers of rows, and runs a step of n decodes as the next of
-them. So in a step of decodes alone, tokens are that many: dummy rows are computed as others are. They read no context and mean
-nothing to the host. A step with prompts, or with more decodes than were recorded, runs launch by launch and is not padded.
+An engine that records steps (CUDA graphs) does so for a few sizes, and runs a step of n decodes, or one with prompts that holds n
+tokens, as the next of them. So in such a step, tokens are that many: dummies are computed as others are. They read no context and
+mean nothing to the host. A step that no recording holds runs launch by launch and is not padded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.step_model import TERMS, Group, StepFeatures, Term
+from runtime.step_model import NO_GRAPHS, TERMS, Group, StepFeatures, StepGraphs, Term, computed
 
 Floats = NDArray[np.float64]
 TOKEN = f"{TERMS['tokens'].coefficient}@"
@@ -40,12 +40,12 @@ _WIDE = 1.5  # how far beyond its beginning the last segment must have been seen
 @dataclass(frozen=True)
 class Shape:
     """``knots``: token counts where the cost of one more token may change, from 0. ``experts``: ``expert_tokens``, if any.
-    ``graph_sizes``: for how many rows decode steps are recorded, ascending; empty: they are not."""
+    ``graphs``: the steps that are recorded."""
 
     norm: float
     knots: tuple[int, ...] = (0,)
     experts: float | None = None
-    graph_sizes: tuple[int, ...] = ()
+    graphs: StepGraphs = NO_GRAPHS
 
     @property
     def family(self) -> str:
@@ -54,13 +54,13 @@ class Shape:
         return name + ("+experts" if self.experts else "") + ("+segments" if len(self.knots) > 1 else "")
 
     @classmethod
-    def read(cls, family: str, names: Sequence[str], experts: float | None, graph_sizes: tuple[int, ...] = ()) -> Shape:
+    def read(cls, family: str, names: Sequence[str], experts: float | None, graphs: StepGraphs = NO_GRAPHS) -> Shape:
         """The shape of ``family`` with the coefficients ``names``. Raises ``ValueError`` if there is none."""
         head = family.split("+")[0]
         try:
             norm = {"sum": 1.0, "max": math.inf}[head] if head in ("sum", "max") else float(head.removeprefix("norm"))
             knots = tuple(sorted(int(name.removeprefix(TOKEN)) for name in names if name.startswith(TOKEN)))
-            shape = cls(norm, knots, experts, graph_sizes)
+            shape = cls(norm, knots, experts, graphs)
         except ValueError:
             raise ValueError(
                 f"family is {family!r}; it must be sum, max or norm2, with +experts or +segments"
@@ -75,7 +75,7 @@ class Shape:
         return shape
 
     @classmethod
-    def of(cls, family: str, coefficients: Mapping[str, float], graph_sizes: tuple[int, ...] = ()) -> Shape:
+    def of(cls, family: str, coefficients: Mapping[str, float], graphs: StepGraphs = NO_GRAPHS) -> Shape:
         """That of a whole set of coefficients. Raises ``ValueError``, a field's name first, for a set that makes no sense."""
         for name, value in coefficients.items():
             if not (math.isfinite(value) and value >= 0):
@@ -83,7 +83,7 @@ class Shape:
         if coefficients.get(EXPERT_TOKENS) == 0:
             raise ValueError(f"coefficients.{EXPERT_TOKENS} is 0; it must be above 0")
         names = [name for name in coefficients if name != EXPERT_TOKENS]
-        return cls.read(family, names, coefficients.get(EXPERT_TOKENS), graph_sizes)
+        return cls.read(family, names, coefficients.get(EXPERT_TOKENS), graphs)
 
     @property
     def terms(self) -> list[Term]:
@@ -94,6 +94,7 @@ class Shape:
             if term.coefficient
             and not (term.overlap_only and self.norm == 1)
             and not (term.curve == "saturating" and not self.experts)
+            and not (term.unrecorded_only and not self.graphs.prompts)
         ]
 
     @cached_property
@@ -129,11 +130,13 @@ class Shape:
     def columns(self, steps: Floats) -> Floats:
         """What each coefficient is multiplied by: ``[steps, coefficients]`` of ``[steps, 7]`` (as in StepFeatures)."""
         counts = StepFeatures(*steps.T)
-        rows = counts._replace(decodes=padded(counts, self.graph_sizes))
+        rows, eager = as_run(counts, self.graphs)
         made: list[Floats] = []
         for term in self.terms:
             count = term.amount(rows if term.padded else counts)
             amount = np.broadcast_to(np.asarray(count, dtype=float), len(steps))
+            if term.unrecorded_only:
+                amount = amount * eager
             if term.curve == "saturating":
                 made.append(1 - np.exp(-amount / (self.experts or 1.0)))
             elif term.curve == "segments":
@@ -166,25 +169,31 @@ class Shape:
         return derivatives @ coefficients, derivatives
 
 
-def padded(steps: StepFeatures, graph_sizes: Sequence[int]) -> Any:
-    """The decode rows of ``steps`` (of one, or arrays of many) as they are computed: dummies included."""
-    decodes = np.asarray(steps.decodes)
-    if not graph_sizes:
-        return decodes
-    sizes = np.asarray(graph_sizes)
-    alone = np.asarray(TERMS["tokens"].amount(steps)) == decodes
-    recorded = alone & (decodes > 0) & (decodes <= sizes[-1])
-    return np.where(recorded, sizes[np.minimum(np.searchsorted(sizes, decodes), len(sizes) - 1)], decodes)
+def as_run(steps: StepFeatures, graphs: StepGraphs) -> tuple[StepFeatures, Any]:
+    """``steps`` (one, or arrays of many) as they are computed, dummies among the decodes; and which of them run launch by
+    launch."""
+    tokens, sequences = np.asarray(computed(steps)), np.asarray(steps.decodes + steps.chunks)
+    alone = tokens == steps.decodes
+    with_prompts = ~alone & (np.asarray(steps.drafted) == 0) & (sequences <= graphs.sequences)
+    rows = np.where(alone, _next(graphs.decodes, tokens), np.where(with_prompts, _next(graphs.prompts, tokens), 0))
+    dummies = np.where(rows > 0, rows - tokens, 0)
+    rows_and_dummies: Any = steps.decodes + dummies
+    return steps._replace(decodes=rows_and_dummies), rows == 0
 
 
-def candidates(tokens: Sequence[int], graph_sizes: tuple[int, ...] = ()) -> list[Shape]:
-    """The shapes worth trying on steps of so many tokens, simple ones first; ``graph_sizes`` as in :class:`Shape`."""
+def _next(sizes: Sequence[int], counts: Any) -> Any:
+    """The least of ``sizes`` that is no less than each of ``counts``; 0 where there is none, and of nothing."""
+    return np.append(np.asarray(sizes, dtype=int), 0)[np.searchsorted(sizes, counts)] * (counts > 0)
+
+
+def candidates(tokens: Sequence[int], graphs: StepGraphs = NO_GRAPHS) -> list[Shape]:
+    """The shapes worth trying on steps of so many tokens, simple ones first; ``graphs`` as in :class:`Shape`."""
     norms = (1.0, 2.0, 4.0, math.inf)
     knots = list(dict.fromkeys(_knots(tokens, ratio) for ratio in (4, 2)))
     shapes = [Shape(norm) for norm in norms]
     shapes += [Shape(norm, experts=scale) for scale in (4.0, 8.0, 16.0, 32.0, 64.0, 128.0) for norm in norms]
     shapes += [Shape(norm, at) for at in knots if len(at) > 1 for norm in norms]
-    return [replace(shape, graph_sizes=graph_sizes) for shape in shapes]
+    return [replace(shape, graphs=graphs) for shape in shapes]
 
 
 def _knots(tokens: Sequence[int], ratio: int) -> tuple[int, ...]:

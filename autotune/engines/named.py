@@ -96,6 +96,7 @@ class Loader(Protocol):
         device: str,
         seed: int,
         max_model_len: int | None,
+        kv_cache_dtype: str,
         arguments: Mapping[str, str],
     ) -> NamedSource: ...
 
@@ -128,6 +129,7 @@ class ToServe:
     pinned: Mapping[str, float] = field(default_factory=dict)
     dtype: str | None = None
     device: str = "auto"
+    kv_cache_dtype: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
     kv_tokens: int | None = None
@@ -407,13 +409,20 @@ def load(
     device: str = "cpu",
     seed: int = 0,
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
     arguments: Mapping[str, str] | None = None,
 ) -> NamedSource:
     """The engine ``name`` for ``model`` on ``device`` (``cpu`` or ``cuda``): our own loads it now, vLLM reads its configuration.
 
-    ``arguments``: as :func:`check_engine` returns them. Raises :class:`InputError` or
+    ``kv_cache_dtype``: ``auto`` or ``fp8``. ``arguments``: as :func:`check_engine` returns them. Raises :class:`InputError` or
     :class:`~runtime.errors.ModelError` for what cannot be served.
     """
     return engine_named(name).load(
-        model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len, arguments=arguments or {}
+        model,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype,
+        arguments=arguments or {},
     )

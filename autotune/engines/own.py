@@ -34,14 +34,12 @@ class OwnSource:
         self._options = options
 
     @classmethod
-    def load(
-        cls, name: str, *, dtype: str = "auto", device: str = "auto", seed: int = 0, max_model_len: int | None = None
-    ) -> Self:
-        """Of the model ``name``: a preset, a directory or a hub id. Raises as
-        :func:`~runtime.torch_backend.loading.load_model`."""
+    def load(cls, name: str, **loading: Any) -> Self:
+        """Of the model ``name``: a preset, a directory or a hub id. ``loading`` goes to
+        :func:`~runtime.torch_backend.loading.load_model`; raises as that."""
         from runtime.torch_backend.loading import load_model
 
-        return cls(load_model(name, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len))
+        return cls(load_model(name, **loading))
 
     @property
     def model(self) -> ModelInfo:
@@ -126,11 +124,9 @@ def dtypes() -> tuple[str, ...]:
     return "auto", *DTYPES
 
 
-def _load(
-    model: str, *, dtype: str, device: str, seed: int, max_model_len: int | None, arguments: Mapping[str, str]
-) -> OwnSource:
+def _load(model: str, *, arguments: Mapping[str, str], **loading: Any) -> OwnSource:
     del arguments  # it takes none
-    return OwnSource.load(model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len)
+    return OwnSource.load(model, **loading)
 
 
 def _start(requested: ToServe) -> Engine:
@@ -138,6 +134,7 @@ def _start(requested: ToServe) -> Engine:
         requested.model,
         dtype=requested.dtype or "auto",
         device=requested.device,
+        kv_cache_dtype=requested.kv_cache_dtype,
         seed=requested.seed,
         max_model_len=requested.max_model_len,
     )

@@ -72,8 +72,20 @@ def same(key: str, value: Callable[[EngineSource], Value | None]) -> Row[EngineS
     return Row(Fit.EXACT, (key,), write)
 
 
+def kv_cache_in(key: str, **named: str) -> Row[EngineSource]:
+    """What the KV cache is kept in, by its name there where that is another; auto is auto."""
+    return same(key, lambda s: named.get(s.profile.model.kv_cache_dtype, s.profile.model.kv_cache_dtype))
+
+
 def facts_under(
-    *, model: str, max_model_len: str, kv_pool: str, fewer: str, prefix_cache: Row[EngineSource], parallelism: str
+    *,
+    model: str,
+    max_model_len: str,
+    kv_cache_dtype: Row[EngineSource],
+    kv_pool: str,
+    fewer: str,
+    prefix_cache: Row[EngineSource],
+    parallelism: str,
 ) -> Mapping[str, Row[EngineSource]]:
     """The facts of an engine that takes them under these names, its KV pool in tokens. ``fewer``: when it takes fewer."""
 
@@ -84,6 +96,7 @@ def facts_under(
         "model": same(model, lambda s: s.model),
         "max_model_len": same(max_model_len, lambda s: s.max_model_len),
         "dtype": same("dtype", lambda s: s.profile.model.dtype),
+        "kv_cache_dtype": kv_cache_dtype,
         "kv_pool": Row(Fit.APPROXIMATE, (kv_pool,), pool, said=fewer, harmless=_pool_elsewhere),
         "prefix_cache": prefix_cache,
         "parallelism": same(parallelism, lambda s: s.profile.engine.parallelism),

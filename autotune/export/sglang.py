@@ -10,7 +10,16 @@ from __future__ import annotations
 import shlex
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
+from autotune.export.rows import (
+    facts_under,
+    known_dtype,
+    kv_cache_in,
+    no_chunk_needed,
+    no_drafts,
+    no_wait,
+    same,
+    sequences,
+)
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 
@@ -73,6 +82,7 @@ SGLANG = ExportTarget(
     facts=facts_under(
         model="model-path",
         max_model_len="context-length",
+        kv_cache_dtype=kv_cache_in("kv-cache-dtype", fp8="fp8_e4m3"),
         kv_pool="max-total-tokens",
         fewer="SGLang takes fewer where its share of memory (mem-fraction-static) holds no more",
         prefix_cache=same("disable-radix-cache", lambda s: not s.profile.engine.prefix_cache),

@@ -102,7 +102,7 @@ class EngineSource(Source):
             "software": f"{_versions(p.software)}, transformers {p.software.transformers}",
             "engine": f"{p.engine}"
             + (f", started with {', '.join(f'{k}={v}' for k, v in p.engine.options.items())}" if p.engine.options else ""),
-            "model": f"{p.model.name} ({p.model.architecture}, {p.model.parameters / 1e6:.0f}M, {p.model.dtype}{weights})",
+            "model": f"{p.model.name} ({p.model.architecture}, {p.model.parameters / 1e6:.0f}M, {p.model.dtypes}{weights})",
             "workload": f"{load.spec}, lengths × {load.length_scale:g}: prompts {load.mean_prompt:.0f}, outputs "
             f"{load.mean_output:.0f} tokens on average, {setting.point.offered_rate:.3g} requests/s",
             "SLO": f"{p.slo} ({p.slo_from})",

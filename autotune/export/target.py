@@ -67,6 +67,12 @@ _FACTS: tuple[Ours[EngineSource], ...] = (
     Ours("model", "", "what to serve", lambda s: s.model or "not named"),
     Ours("max_model_len", "tokens", "longest prompt + output of one request", lambda s: s.max_model_len),
     Ours("dtype", "", "the weights' type", lambda s: s.profile.model.dtype),
+    Ours(
+        "kv_cache_dtype",
+        "",
+        "what keys and values are kept in; auto: as computed",
+        lambda s: s.profile.model.kv_cache_dtype,
+    ),
     Ours("kv_pool", "tokens", "size of the KV cache", lambda s: s.profile.engine.kv_pool.tokens),
     Ours("prefix_cache", "", "share the KV of equal beginnings", lambda s: s.profile.engine.prefix_cache),
     Ours("parallelism", "", "devices that the model is split over", lambda s: s.profile.engine.parallelism),

@@ -11,7 +11,16 @@ from __future__ import annotations
 import shlex
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import facts_under, known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
+from autotune.export.rows import (
+    facts_under,
+    known_dtype,
+    kv_cache_in,
+    no_chunk_needed,
+    no_drafts,
+    no_wait,
+    same,
+    sequences,
+)
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST
@@ -70,6 +79,7 @@ TENSORRT_LLM = ExportTarget(
     facts=facts_under(
         model="model",
         max_model_len="max_seq_len",
+        kv_cache_dtype=kv_cache_in("kv_cache_config.dtype", fp8_e4m3="fp8"),
         kv_pool="kv_cache_config.max_tokens",
         fewer="TensorRT-LLM takes fewer where its share of free memory (free_gpu_memory_fraction) holds no more",
         prefix_cache=same("kv_cache_config.enable_block_reuse", lambda s: s.profile.engine.prefix_cache),

@@ -2,8 +2,8 @@
 
 The one function behind the sweep, the bench and the command line. The load is open-loop; a latency counts from the time a
 request was due, not from when it was sent. The measuring window: requests that arrive during the warm-up are served but
-left out; arrivals stop at the end of the window; then the engine drains until the last deadline has passed. What is
-still unfinished is cancelled and counts as a miss.
+left out; arrivals stop at the end of the window; then the engine drains until the last deadline has passed
+(:func:`last_deadline`). What is still unfinished is cancelled and counts as a miss.
 
 An engine that lives in virtual time is measured in it: the same function, the same window, the same score, no sleep.
 """
@@ -30,10 +30,11 @@ from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass, slo_for, slos_of
 
-__all__ = ["MAX_DRAIN_S", "EvaluationError", "Interrupted", "Recorder", "evaluate", "wait_until_idle"]
+__all__ = ["EvaluationError", "Interrupted", "Recorder", "evaluate", "last_deadline", "wait_until_idle"]
 
-MAX_DRAIN_S = 30.0
-"""Longest drain when the SLO gives no deadline (a bare ``ttft=`` or ``tpot=``)."""
+QUEUED_S, TOKEN_S = 30.0, 0.1
+"""What a request may take that its SLO gives no deadline (a bare ``ttft=`` or ``tpot=``): to its first token, and for each other
+one where the SLO bounds neither, s."""
 
 _IDLE_PATIENCE_S = 10.0  # how long a cancelled request may take to come back before the engine counts as hung
 _POLL_S = 0.02
@@ -110,12 +111,14 @@ def evaluate(
 
     Raises :class:`EvaluationError` when the engine is not idle, a request fails, or its limits were below the setting at any
     time; :class:`EngineClosedError` when it closes; :class:`Interrupted` when ``stop`` returns true; ``ValueError`` where a class
-    has no SLO. The engine is left idle, its knobs at ``setting``.
+    has no SLO, before anything is sent. The engine is left idle, its knobs at ``setting``.
     """
     slo = slos_of(slo, classes)
     clock, simulated = engine.clock, virtual(engine)
     begun = clock.now()
     arrivals = offered(workload, seed, warmup + duration)
+    for name in {arrival.request_class for arrival in arrivals}:
+        slo_for(slo, name)
     prompt_seed = seed if prompt_seed is None else prompt_seed
     sent: _Sender = (
         _Sender(engine, arrivals, label, vocab_size, prompt_seed)
@@ -131,11 +134,14 @@ def evaluate(
     unsubscribe = engine.subscribe(recorder)
     ceilings = _Ceilings(engine)
     unwatch = engine.subscribe(ceilings) if simulated is None else lambda: None  # a simulated engine has memory enough
+    missing = 0
     try:
-        report = sent.replay(clock, stop)
-        end = report.start + _last_deadline(arrivals[: report.sent], slo)
-        done = not report.stopped and sent.drain(recorder, end, clock, stop)
-        missing = sent.cancel(recorder, clock)
+        try:
+            report = sent.replay(clock, stop)
+            end = report.start + last_deadline(arrivals[: report.sent], slo)
+            done = not report.stopped and sent.drain(recorder, end, clock, stop)
+        finally:
+            missing = sent.cancel(recorder, clock)
         if not done or _says(stop):
             raise Interrupted("interrupted")
         if missing:
@@ -198,10 +204,19 @@ def wait_until_idle(engine: Engine, *, patience: float = _IDLE_PATIENCE_S) -> No
         pause(_POLL_S)
 
 
-def _last_deadline(sent: Sequence[Arrival], slo: SLO | Mapping[str, SLO]) -> float:
-    """When the last of ``sent`` has missed its SLO, s from the start."""
-    last = max((a.time + deadline(slo_for(slo, a.request_class), a.output_tokens) for a in sent), default=0.0)
-    return sent[-1].time + MAX_DRAIN_S if last == math.inf else last
+def last_deadline(sent: Sequence[Arrival], slo: SLO | Mapping[str, SLO]) -> float:
+    """When the last of ``sent`` has missed its SLO, s from the start. One whose SLO gives no deadline has :data:`QUEUED_S` to its
+    first token and :data:`TOKEN_S` for each other, or its targets where these are longer."""
+    return max((a.time + _allowed(slo_for(slo, a.request_class), a.output_tokens) for a in sent), default=0.0)
+
+
+def _allowed(slo: SLO, output_tokens: int) -> float:
+    """Seconds that a request may take."""
+    seconds = deadline(slo, output_tokens)
+    if seconds < math.inf:
+        return seconds
+    first, gap = (slo.ttft_ms or 0.0) / 1e3, (slo.tpot_ms or 0.0) / 1e3
+    return max(QUEUED_S, first) + max(TOKEN_S, gap) * (output_tokens - 1)
 
 
 def _says(stop: Callable[[], bool] | None) -> bool:
@@ -233,6 +248,8 @@ class _Sender:
             self._handles[name] = self._engine.submit(
                 prompt, params, tenant=arrival.tenant, request_class=arrival.request_class, request_id=name
             )
+        except ValueError as error:
+            raise EvaluationError(f"request {self._next} of the workload is refused: {error}") from error
         except RejectedError as error:  # a reject is a miss, not a failure of the measurement
             if error.reason == "closed":
                 raise EngineClosedError(f"the engine closed while it was measured: {error}") from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,8 +15,10 @@ from pathlib import Path
 import psutil
 
 from autotune.profile.document import Profile
-from autotune.profile.parts import EngineFacts, GpuInfo, Machine, Software
+from autotune.profile.parts import EngineFacts, GpuInfo, Machine, ModelFacts, Software
 from autotune.version import __version__
+from runtime.knobs import KnobLimits
+from runtime.step_model import StepGraphs, next_size
 
 FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
@@ -132,36 +133,64 @@ def measured_on_another(profiled: EngineFacts, name: str, version: str) -> str:
     return f"profile was measured on {profiled}, not on {name} {version}"
 
 
-def recorded_otherwise(profiled: Profile, sizes: Sequence[int], slots: int) -> str:
-    """How an engine of at most ``slots`` sequences, with CUDA graphs for decode steps of ``sizes`` rows, records other steps than
-    the one of a profile, in words; empty if it does not, or if the profile has no cost model.
+def stored_otherwise(profiled: ModelFacts, kv_cache_dtype: str) -> str:
+    """How a KV pool kept in ``kv_cache_dtype`` is not the one of a profile, in words; empty if it is."""
+    if profiled.kv_cache_dtype == kv_cache_dtype:
+        return ""
+    return f"profile was measured with kv_cache_dtype {profiled.kv_cache_dtype}, not {kv_cache_dtype}"
+
+
+def recorded_otherwise(profiled: Profile, graphs: StepGraphs, limits: KnobLimits) -> str:
+    """How an engine within ``limits`` that has recorded ``graphs`` records other steps than the one of a profile, in words; empty
+    if it does not, or if the profile has no cost model.
 
     Steps that only one of them records count, and those whose rows, with the dummies, differ by more than an eighth: ladders of
     engines with other ceilings differ in their last size, which hardly matters.
     """
     if profiled.cost_model is None:
         return ""
-    before = profiled.cost_model.graph_sizes
-    for decodes in range(1, min(slots, profiled.engine.limits.max_batch_size) + 1):
-        then, now = _rows(decodes, before), _rows(decodes, sizes)
-        if then != now and (not then or not now or abs(then - now) > max(then, now) / 8):
-            return (
-                f"profile was measured with {_ladder(before)}, this engine has {_ladder(sizes)}: {decodes} "
-                f"decode{'s' * (decodes > 1)} alone ran {_as_rows(then)} there and run{'s' * (decodes == 1)} {_as_rows(now)} here"
-            )
-    return ""
+    before, then = profiled.cost_model.graphs, profiled.engine.limits
+    slots, tokens = (min(getattr(each, name) for each in (then, limits)) for name in ("max_batch_size", "token_budget"))
+    found = []
+    if (n := _otherwise(before.decodes, graphs.decodes, slots)) is not None:
+        ran, runs = (_as_rows(next_size(sizes, n)) for sizes in (before.decodes, graphs.decodes))
+        found.append(
+            f"profile was measured with {_ladder(before.decodes)}, this engine has {_ladder(graphs.decodes)}: {n} "
+            f"decode{'s' * (n > 1)} alone ran {ran} there and run{'s' * (n == 1)} {runs} here"
+        )
+    if not before.prompts and graphs.prompts:  # an earlier version recorded such steps, and did not say so
+        found.append(f"profile knows of no recorded steps with prompts, this engine has {_of_prompts(graphs)}")
+    elif (n := _otherwise(before.prompts, graphs.prompts, tokens)) is not None:
+        ran, runs = (_as_rows(next_size(sizes, n)) for sizes in (before.prompts, graphs.prompts))
+        found.append(
+            f"profile was measured with {_of_prompts(before)}, this engine has {_of_prompts(graphs)}: a step of {n} "
+            f"token{'s' * (n > 1)} with a prompt ran {ran} there and runs {runs} here"
+        )
+    elif _apart(min(before.sequences, slots), min(graphs.sequences, slots)):
+        found.append(f"profile was measured with {_of_prompts(before)}, this engine has {_of_prompts(graphs)}")
+    return "; ".join(found)
 
 
-def _rows(decodes: int, sizes: Sequence[int]) -> int:
-    """Of the graph that a step of ``decodes`` replays; 0 if none holds them."""
-    at = bisect_left(sizes, decodes)
-    return sizes[at] if at < len(sizes) else 0
+def _otherwise(before: Sequence[int], now: Sequence[int], most: int) -> int | None:
+    """The first number up to ``most`` that is padded otherwise by these sizes than by those; None if there is none."""
+    return next((n for n in range(1, most + 1) if _apart(next_size(before, n), next_size(now, n))), None)
 
 
-def _ladder(sizes: Sequence[int]) -> str:
+def _apart(one: int, other: int) -> bool:
+    return one != other and (not one or not other or abs(one - other) > max(one, other) / 8)
+
+
+def _ladder(sizes: Sequence[int], unit: str = "row") -> str:
     if not sizes:
         return "no CUDA graphs"
-    return f"CUDA graphs of {len(sizes)} size{'s' * (len(sizes) > 1)} up to {sizes[-1]} row{'s' * (sizes[-1] > 1)}"
+    return f"CUDA graphs of {len(sizes)} size{'s' * (len(sizes) > 1)} up to {sizes[-1]} {unit}{'s' * (sizes[-1] > 1)}"
+
+
+def _of_prompts(graphs: StepGraphs) -> str:
+    if not graphs.prompts:
+        return "no CUDA graphs of steps with prompts"
+    many = f"{graphs.sequences} sequence{'s' * (graphs.sequences > 1)}"
+    return f"{_ladder(graphs.prompts, 'token')} and {many} of steps with prompts"
 
 
 def _as_rows(rows: int) -> str:

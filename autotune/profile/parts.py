@@ -114,6 +114,22 @@ class ModelFacts(Part):
     max_model_len: Positive = Field(description="most tokens (prompt + output) of one request")
     vocab_size: Positive
     kv_bytes_per_token: Count = Field(description="K and V of all layers, bytes")
+    kv_cache_dtype: Text = Field(
+        default="auto", description="what K and V are kept in; auto: what they are computed in"
+    )
+
+    @property
+    def dtypes(self) -> str:
+        """For people: ``bfloat16``, or ``bfloat16, KV fp8``."""
+        return self.dtype if self.kv_cache_dtype == "auto" else f"{self.dtype}, KV {self.kv_cache_dtype}"
+
+    @model_serializer(mode="wrap")
+    def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file says nothing of K and V that are kept as they are computed: an earlier version knew no others."""
+        data: dict[str, Any] = dump(self)
+        if self.kv_cache_dtype == "auto":
+            data.pop("kv_cache_dtype", None)
+        return data
 
 
 class KvPool(Part):

@@ -29,7 +29,7 @@ from autotune.profiling.setup import (
     typical_step,
 )
 from autotune.simulate import SimulatedEngine
-from autotune.workload import Arrival, Workload, named_options, prompt_ids
+from autotune.workload import Arrival, Workload, at_length_scale, brings_lengths, prompt_ids
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, RequestRecord
@@ -102,7 +102,7 @@ def draw_setup(
     Without an ``slo`` where every request is of a class that has one, it is that of the class that weighs the most.
     """
     scale = workload.length_scale
-    if scale == 1.0 and "length" not in named_options(workload.name):  # no scale of its own
+    if not brings_lengths(workload):
         natural = sample(workload, seed)
         prompt, output = _means(natural)
         wanted = max(TARGET_RATE, REQUESTS / window_s)
@@ -114,7 +114,7 @@ def draw_setup(
     longest = min(model.max_model_len, engine.facts.kv_tokens)
     cap_output = max(1, longest // 4)
     cap_prompt = longest - cap_output
-    scaled = workload.scaled(length=scale / workload.length_scale, cap_prompt=cap_prompt, cap_output=cap_output)
+    scaled = at_length_scale(workload, scale).scaled(cap_prompt=cap_prompt, cap_output=cap_output)
     lengths = sample(scaled, seed)
     mean_prompt, mean_output = _means(lengths)
     context = mean_prompt + mean_output / 2

@@ -15,7 +15,7 @@ from autotune.profile.parts import StepPoint
 from autotune.profiling.points import Run
 from autotune.profiling.serving_overhead import overhead_of
 from autotune.profiling.steps import served_kind
-from runtime.step_model import StepFeatures
+from runtime.step_model import StepFeatures, StepGraphs
 
 _SPEED_KNOWN = 0.01  # to so much, as a share
 _FITS = 3  # beside those at either end and at 1
@@ -55,7 +55,7 @@ def refitted(cost: CostModel, steps: Sequence[StepPoint], runs: Sequence[Run]) -
     """
     if unlike(cost, runs) <= WRONG_BY:
         return cost
-    served, fits = merged([p for run in runs for p in run.steps]), []
+    served, fits = merged([p for run in runs for p in run.steps], cost.facts.graphs), []
 
     def error(log_speed: float) -> float:
         fits.append(_fitted(cost, steps, served, math.exp(log_speed)))
@@ -82,9 +82,7 @@ def _fitted(cost: CostModel, steps: Sequence[StepPoint], served: Sequence[StepPo
     """Fitted to ``steps`` and to what ``served`` would take at a speed of 1."""
     served = [p.model_copy(update={"seconds": p.seconds * speed}) for p in served]
     facts = cost.facts
-    fitted = fit_cost_model(
-        [*steps, *served], seconds=facts.seconds, jitter=facts.jitter, graph_sizes=facts.graph_sizes
-    )
+    fitted = fit_cost_model([*steps, *served], seconds=facts.seconds, jitter=facts.jitter, graphs=facts.graphs)
     load = [(fitted.predict(features_of(p)), p.seconds) for p in served for _ in range(p.repeats)]
     return CostModel(fitted.facts.model_copy(update={"serving_overhead_s": overhead_of([load])}))
 
@@ -96,11 +94,11 @@ def unlike(cost: CostModel, runs: Sequence[Run]) -> float:
     return max((abs(speed / middle - 1) for speed in speeds), default=0.0)
 
 
-def merged(points: Sequence[StepPoint]) -> list[StepPoint]:
+def merged(points: Sequence[StepPoint], graphs: StepGraphs) -> list[StepPoint]:
     """Points of the same kind of served step as one, at their means."""
     kinds: dict[tuple[int, ...], list[StepPoint]] = {}
     for p in points:
-        kinds.setdefault(served_kind(p), []).append(p)
+        kinds.setdefault(served_kind(features_of(p), graphs), []).append(p)
     return [found[0] if len(found) == 1 else _mean(found) for found in kinds.values()]
 
 
@@ -119,7 +117,7 @@ def _mean(points: Sequence[StepPoint]) -> StepPoint:
 def cost_name(cost: CostModel) -> str:
     """Equal for equal cost models: what is simulated by one is kept in the study under its name."""
     known: list[object] = [cost.facts.coefficients, cost.facts.serving_overhead_s]
-    if cost.facts.graph_sizes:  # else it keeps the name it had in earlier versions' studies
-        known.append(cost.facts.graph_sizes)
+    graphs = cost.facts.graphs  # without, it keeps the name it had in earlier versions' studies
+    known += [each for each in (graphs.decodes, graphs.prompts and [graphs.prompts, graphs.sequences]) if each]
     facts = json.dumps(known, sort_keys=True)
     return f"{cost.facts.family} {hashlib.sha256(facts.encode()).hexdigest()[:12]}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from autotune.profile.parts import Calibration, ClassField, KnobsField, ObjectiveName, Part, SLOField
-from autotune.workload import Arrival, Workload
+from autotune.workload import Arrival, Workload, at_length_scale
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.slo import SLO
@@ -81,10 +81,8 @@ class Setup(Comparison):
 
     def apply(self, workload: Workload) -> Workload:
         """``workload`` with these lengths, at this rate."""
-        scaled = workload.scaled(
-            length=self.length_scale / workload.length_scale, cap_prompt=self.cap_prompt, cap_output=self.cap_output
-        )
-        return scaled.at_rate(self.rate)
+        scaled = at_length_scale(workload, self.length_scale)
+        return scaled.scaled(cap_prompt=self.cap_prompt, cap_output=self.cap_output).at_rate(self.rate)
 
 
 def sample(workload: Workload, seed: int, count: int = 1000) -> list[Arrival]:

@@ -34,7 +34,7 @@ from autotune.workload import parse_workload
 from runtime.knobs import Knobs
 from runtime.records import StepRecord
 from runtime.slo import SLO
-from runtime.step_model import StepFeatures, StepModel
+from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs, StepModel
 
 ROUNDS = 3
 """A plan is sized so that this many rounds as the first one fit into the time. Later ones serve more, so the last is cut short; a
@@ -73,8 +73,8 @@ class MeasuredSteps(NamedTuple):
 
     ``seconds``: on the engine's clock. ``served``: what the steps of served loads took together, stalls and all, over what a
     model fitted to the points says; 1 where none were served. ``serving_overhead_s``: what serving adds to each, as short ones
-    tell it; ``jitter``: how they scattered around that, None if there were too few. ``graph_sizes``: for how many rows the engine
-    records decode steps.
+    tell it; ``jitter``: how they scattered around that, None if there were too few. ``graphs``: the steps that the engine has
+    recorded.
     """
 
     points: list[StepPoint]
@@ -83,13 +83,13 @@ class MeasuredSteps(NamedTuple):
     served: float
     serving_overhead_s: float
     jitter: JitterFacts | None
-    graph_sizes: tuple[int, ...] = ()
+    graphs: StepGraphs = NO_GRAPHS
 
     def cost(self, seconds: float) -> CostModel:
         """The model of all of it, which took ``seconds``. Raises as :func:`~autotune.cost.model.fit_cost_model`."""
         return fit_cost_model(
             self.points, seconds=seconds, serving_overhead_s=self.serving_overhead_s, jitter=self.jitter,
-            graph_sizes=self.graph_sizes,
+            graphs=self.graphs,
         )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def measure_steps(
     changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
     ``stop``.
     """
-    clock, graph_sizes = engine.clock, engine.facts.graph_sizes
+    clock, graphs = engine.clock, engine.facts.graphs
     begun = clock.now()
     driver = StepDriver(engine, model.vocab_size, most_tokens(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = CalibrationPlan(driver, engine, seed)
@@ -153,16 +153,16 @@ def measure_steps(
             if spent > budget_s * (1 if number else _FIRST_ROUND):
                 break
         references.append(ReferenceStep(clock.now(), _reference_seconds(driver.run(plan.reference()))))
-        points = step_points(stretches, Drift(references))
+        points = step_points(stretches, Drift(references), graphs)
         if number == 0 and unseen(points):  # on a slow machine
             cut = clock.now()
             for least in plan.least():
                 if clock.now() - cut < budget_s:
                     measure(least)
-            points = step_points(stretches, Drift(references))
+            points = step_points(stretches, Drift(references), graphs)
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
-        fitted = fit_cost_model(points, graph_sizes=graph_sizes)
+        fitted = fit_cost_model(points, graphs=graphs)
         probes = probes or [StepFeatures.of(record) for stretch in stretches for record, _ in stretch.steps]
         before, predicted = predicted, [fitted.predict(step) for step in probes]
         moved = (
@@ -173,13 +173,13 @@ def measure_steps(
     drift = Drift(references)
     served = _served_and_predicted(stretches, drift, fitted)
     return MeasuredSteps(
-        with_predictions(points, graph_sizes),
+        with_predictions(points, graphs),
         drift.unevenness,
         clock.now() - begun,
         served_over_predicted(served),
         overhead_of(served),
         jitter_of(served),
-        graph_sizes,
+        graphs,
     )
 
 
@@ -228,11 +228,11 @@ def most_tokens(engine: Engine, model: ModelFacts) -> int:
     return min(model.max_model_len, engine.facts.kv_tokens // 2)
 
 
-def step_points(stretches: Sequence[_Stretch], drift: Drift) -> list[StepPoint]:
+def step_points(stretches: Sequence[_Stretch], drift: Drift, graphs: StepGraphs) -> list[StepPoint]:
     """One point for each kind of step: medians, of times as the machine usually takes.
 
-    Served steps of about as many decodes and prompt tokens make one kind, and a point at their means: what now and then costs
-    more (a sequence that leaves, or needs more room) belongs to them all.
+    Served steps of about as many decodes and prompt tokens that run alike by ``graphs`` make one kind, and a point at their
+    means: what now and then costs more (a sequence that leaves, or needs more room) belongs to them all.
     """
     kinds: dict[tuple[int, ...], list[tuple[bool, Sample]]] = {}
     for cold, steps, served in stretches:
@@ -240,7 +240,7 @@ def step_points(stretches: Sequence[_Stretch], drift: Drift) -> list[StepPoint]:
             if seconds <= 0:  # a clock was set back
                 continue
             if served:
-                kind: tuple[int, ...] = (-1, *served_kind(record))
+                kind: tuple[int, ...] = (-1, *served_kind(StepFeatures.of(record), graphs))
             else:
                 near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
                 kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
@@ -269,7 +269,7 @@ def _warm(found: Sequence[tuple[bool, Sample]]) -> list[Sample]:
     return later if len(later) >= _LATER else [sample for _, sample in found]
 
 
-def served_points(records: Sequence[StepRecord]) -> tuple[StepPoint, ...]:
+def served_points(records: Sequence[StepRecord], graphs: StepGraphs) -> tuple[StepPoint, ...]:
     """The steps of a measurement, in order, with the time between them where the engine was not idle: a point for each kind.
 
     Seconds are the mean of all of a kind, stalls included: together they are what all steps took.
@@ -277,7 +277,7 @@ def served_points(records: Sequence[StepRecord]) -> tuple[StepPoint, ...]:
     kinds: dict[tuple[int, ...], list[Sample]] = {}
     for sample in serving_samples(records):
         if sample.seconds > 0 and not sample.record.failed:  # a clock was set back
-            kinds.setdefault(served_kind(sample.record), []).append(sample)
+            kinds.setdefault(served_kind(StepFeatures.of(sample.record), graphs), []).append(sample)
     return tuple(
         _unsure(_summed_up(SERVED, statistics.fmean(s.seconds for s in found), found)) for found in kinds.values()
     )
@@ -288,9 +288,10 @@ def _unsure(point: StepPoint) -> StepPoint:
     return point.model_copy(update={"spread": max(point.spread, _UNLIKE)}) if point.repeats < 4 else point
 
 
-def served_kind(record: StepRecord | StepPoint) -> tuple[int, int, int]:
-    """Equal for served steps of about as many decodes and prompt tokens."""
-    return record.chunks, _rough(record.decodes), _rough(record.prefill_tokens)
+def served_kind(step: StepFeatures, graphs: StepGraphs) -> tuple[int, int, int, int]:
+    """Equal for served steps of about as many decodes and prompt tokens that run as the same recording, or as none: the mean of
+    such steps is padded to what each of them is."""
+    return step.chunks, _rough(step.decodes), _rough(step.prefill_tokens), graphs.rows_of(step)
 
 
 def _rough(number: int) -> int:

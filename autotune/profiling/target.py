@@ -299,4 +299,4 @@ class EngineTarget:
             )
         finally:
             unsubscribe()
-        return Measurement(score, served_points(log.steps))
+        return Measurement(score, served_points(log.steps, self._engine.facts.graphs))

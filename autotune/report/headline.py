@@ -186,7 +186,7 @@ def _facts(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     )
     return (
         ("Machine", describe(profile.machine)),
-        ("Model", f"{model.name}, {size}, {model.dtype}{', random weights' if model.random_weights else ''}"),
+        ("Model", f"{model.name}, {size}, {model.dtypes}{', random weights' if model.random_weights else ''}"),
         ("Workload", f"{load.spec}{scale}: {load.description}"),
         ("SLO", f"{bounds} for {target_share(profile.slo.attainment)} of requests"),
         *((f"Class {one.name}", f"{one.slo}, weight {one.weight:g}") for one in profile.classes),

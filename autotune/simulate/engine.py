@@ -40,7 +40,7 @@ from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams
 from runtime.request import Sequence as RunningSequence
 from runtime.slo import SLO, RequestClass
-from runtime.step_model import StepModel
+from runtime.step_model import NO_GRAPHS, StepGraphs, StepModel
 from runtime.tunable import Facts
 
 _ASK_EVERY = 256  # steps between two questions whether to stop
@@ -69,8 +69,8 @@ class SimulatedEngine(TunableSimulation):
     ``growth_reserve``: free blocks kept for each decode when a prompt is admitted; ``limits``, ``knobs``, ``slo``,
     ``classes``, ``ordering``, ``admission`` and ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of
     each step's time, relative, and ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at
-    the same times whatever is run); both drawn from ``seed``. ``graph_sizes``: for how many rows its decode steps are
-    recorded, a fact that it tells; ``cost`` says what padding takes. ``fast_forward=False`` makes every step by itself, with
+    the same times whatever is run); both drawn from ``seed``. ``graphs``: the steps that it has recorded, a
+    fact that it tells; ``cost`` says what padding takes. ``fast_forward=False`` makes every step by itself, with
     the same results. ``acceptance``: the probability that a drafted token is right, of all requests or by class; at 0 none is
     drafted, whatever ``draft_tokens`` says. Not to be shared between threads, but for turning knobs.
 
@@ -98,7 +98,7 @@ class SimulatedEngine(TunableSimulation):
         seed: int = 0,
         fast_forward: bool = True,
         acceptance: Acceptances = 0.0,
-        graph_sizes: tuple[int, ...] = (),
+        graphs: StepGraphs = NO_GRAPHS,
     ) -> None:
         for name, value, least in (
             ("block_size", block_size, 1), ("kv_tokens", kv_tokens, block_size), ("max_queue", max_queue, 1),
@@ -123,7 +123,7 @@ class SimulatedEngine(TunableSimulation):
         weights = {c.name: c.weight for c in classes}
         facts = Facts(
             "simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve,
-            graph_sizes=graph_sizes,
+            graphs=graphs,
         )  # fmt: skip
         super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights, facts)
         if admission:

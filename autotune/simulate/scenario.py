@@ -23,7 +23,7 @@ from autotune.measure.score import Score
 from autotune.profile import Profile
 from autotune.profile.serving import serving_cost
 from autotune.simulate.engine import SimulatedEngine
-from autotune.workload import Workload, named_options, parse_workload
+from autotune.workload import Workload, at_length_scale, parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO, RequestClass
@@ -94,16 +94,13 @@ class Scenario:
                 f"--kv-tokens is {requested}; it must be a whole number of at least {least}: blocks of {block} tokens that "
                 "hold a prompt and its answer"
             )
-        own = "length" in named_options(load.name)
         return cls(
             cost=cost,
             limits=engine.limits,
             kv_tokens=pool,
             block_size=block,
             prefix_cache=engine.prefix_cache,
-            workload=load.scaled(
-                length=1.0 if own else facts.length_scale, cap_prompt=cap_prompt, cap_output=cap_output
-            ),
+            workload=at_length_scale(load, facts.length_scale).scaled(cap_prompt=cap_prompt, cap_output=cap_output),
             slo=slo or profile.slo,
             growth_reserve=engine.growth_reserve,
             classes=profile.classes if classes is None else tuple(classes),
@@ -139,7 +136,7 @@ class Scenario:
             jitter_by_time=True,
             seed=seed,
             acceptance=self.workload.acceptances if self.workload.may_draft else 0.0,
-            graph_sizes=self.cost.facts.graph_sizes,
+            graphs=self.cost.facts.graphs,
         )
 
     def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:

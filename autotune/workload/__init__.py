@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.workload.parse import named_options, parse_workload
+from autotune.workload.parse import at_length_scale, brings_lengths, named_options, named_rate, parse_workload
 from autotune.workload.presets import PRESETS
 from autotune.workload.replay import ReplayReport, replay
 from autotune.workload.spec import Arrival, Source, Workload, prompt_ids
@@ -13,7 +13,10 @@ __all__ = [
     "ReplayReport",
     "Source",
     "Workload",
+    "at_length_scale",
+    "brings_lengths",
     "named_options",
+    "named_rate",
     "parse_workload",
     "prompt_ids",
     "replay",

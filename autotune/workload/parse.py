@@ -52,6 +52,29 @@ def named_options(text: str) -> set[str]:
     return {part.split("=", 1)[0] for part in parts}
 
 
+def named_rate(workload: Workload) -> float | None:
+    """Requests/s of a workload whose spelling says its ``rate`` or ``time``; None where it says neither."""
+    return workload.rate if named_options(workload.name) & {*_OF_THE_WHOLE} else None
+
+
+def brings_lengths(workload: Workload) -> bool:
+    """Whether it is at a length scale of its own; of a mix, whether all of its parts are."""
+    if workload.length_scale != 1 or "length" in named_options(workload.name):
+        return True
+    return isinstance(workload.source, Mix) and all(brings_lengths(part.workload) for part in workload.source.parts)
+
+
+def at_length_scale(workload: Workload, scale: float) -> Workload:
+    """``workload`` with its lengths × ``scale``, unless it brings a scale of its own; of a mix, those parts that bring none."""
+    if brings_lengths(workload):
+        return workload
+    mix = workload.source
+    if isinstance(mix, Mix) and any(brings_lengths(part.workload) for part in mix.parts):
+        parts = tuple(replace(part, workload=at_length_scale(part.workload, scale)) for part in mix.parts)
+        return replace(workload, source=replace(mix, parts=parts))
+    return workload.scaled(length=scale)
+
+
 def _is_mix(text: str) -> bool:
     named = _CLASS.match(text)
     return named is not None and named[1] not in (*COMMON, *TRACE) and not Path(text).is_file()

@@ -122,7 +122,7 @@ def attach(
     own = {name: value for name, value in constants.items() if name not in ("interval_s", "alpha")}
     make = maker(partial(algorithm.made, **own), algorithm.about)
     facts = engine.facts
-    made = make(slo, engine.knobs, facts.kv_tokens, facts.block_size, warm_model(None, facts.graph_sizes))
+    made = make(slo, engine.knobs, facts.kv_tokens, facts.block_size, warm_model(None, facts.graphs))
     chosen = KnobsOnly(made) if layer == "knobs" else made
     return control(engine, slo=slo, controller=chosen, admission=policy, interval_s=constants.get("interval_s", 0.25))
 

@@ -43,7 +43,7 @@ def simulated_engine(
 ) -> SimulatedEngine:
     """An engine with the KV pool of ``truth``; ``options`` are those of :class:`SimulatedEngine`. Raises as that does."""
     pool = truth.kv_tokens // _BLOCK * _BLOCK
-    options = dict[str, Any](kv_tokens=pool, prefix_cache=False, graph_sizes=truth.flags.pad) | options
+    options = dict[str, Any](kv_tokens=pool, prefix_cache=False, graphs=truth.flags.graphs) | options
     knobs = knobs or limits.clamp(Knobs(limits.max_batch_size, 0, limits.token_budget, limits.chunk_size))
     engine = SimulatedEngine(truth, limits=limits, knobs=knobs, noise=noise, seed=seed, **options)
     engine.core.executor = ChunkExecutor(truth, noise=noise, seed=seed)

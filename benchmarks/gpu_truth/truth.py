@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import InputError
-from runtime.step_model import StepFeatures
+from runtime.step_model import StepFeatures, StepGraphs, next_size
 
 TABLES = Path(__file__).parent / "tables"
 LADDER = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 """Batch sizes that vLLM (V1) captures graphs of by default."""
 
+PROMPTS = (*range(16, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+"""Token counts that our own engine records steps with prompts of, for a model of 8 billion parameters."""
+
 COARSE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Powers of two: a ladder that pads by up to half."""
+
+SEQUENCES = 256
+"""Of a recorded step with chunks, at most."""
 
 Chunks = Sequence[tuple[int, int]]
 """(tokens computed before, tokens computed now) of each prompt in a step."""
@@ -50,8 +56,9 @@ class Flags:
     """What the host and the graphs add to the kernels; all off. Raises :class:`InputError` for a value out of bounds.
 
     ``host_s``, ``host_seq_s``: seconds of the host in each step, and for each of its sequences. ``pad``: batch sizes that
-    graphs were captured of, in ascending order; a step of decodes alone is as wide as the next of them, with ``pad_mixed`` one
-    with chunks too. ``mixed_s``: seconds more for a step that holds a chunk; ``mixed_floor_s``: none of those is shorter.
+    graphs were captured of, in ascending order; a step of decodes alone is as wide as the next of them. ``pad_prompts``: token
+    counts, likewise, of steps with chunks, of up to ``SEQUENCES`` sequences. ``mixed_s``: seconds more for a step that holds a
+    chunk and runs without a graph; ``mixed_floor_s``: none that holds a chunk is shorter.
     ``mixed_kv``: how many times as long decodes attend beside a chunk (in the measured tables this is included already).
     ``eager_comm``: all-reduces of steps with chunks as measured without graphs. ``kv_split``: attention of a chunk behind a long
     prefix is spread over the GPU by keys; otherwise one tile of queries reads all of its keys in a row.
@@ -60,7 +67,7 @@ class Flags:
     host_s: float = 0.0
     host_seq_s: float = 0.0
     pad: tuple[int, ...] = ()
-    pad_mixed: bool = False
+    pad_prompts: tuple[int, ...] = ()
     mixed_s: float = 0.0
     mixed_floor_s: float = 0.0
     mixed_kv: float = 1.0
@@ -74,8 +81,15 @@ class Flags:
                 raise InputError(f"{name} is {value}; it must be a number of seconds of at least 0")
         if not (math.isfinite(self.mixed_kv) and self.mixed_kv >= 1):
             raise InputError(f"mixed_kv is {self.mixed_kv}; it must be a number of at least 1")
-        if list(self.pad) != sorted(set(self.pad)) or any(size < 1 for size in self.pad):
-            raise InputError(f"pad is {self.pad}; it must be batch sizes of at least 1 in ascending order")
+        for name in ("pad", "pad_prompts"):
+            sizes = getattr(self, name)
+            if list(sizes) != sorted(set(sizes)) or any(size < 1 for size in sizes):
+                raise InputError(f"{name} is {sizes}; it must be batch sizes of at least 1 in ascending order")
+
+    @property
+    def graphs(self) -> StepGraphs:
+        """The same as a fact of an engine."""
+        return StepGraphs(self.pad, self.pad_prompts, SEQUENCES if self.pad_prompts else 0)
 
 
 BASE = Flags(host_s=1e-3)
@@ -83,6 +97,9 @@ BASE = Flags(host_s=1e-3)
 
 ALL = Flags(host_s=1e-3, pad=LADDER, mixed_s=4e-3, mixed_kv=1.6)
 """Graph padding and steps with chunks that run without full graphs, beside it."""
+
+RECORDED = replace(ALL, pad_prompts=PROMPTS)
+"""The same where steps with chunks are recorded as well, up to 512 tokens."""
 
 
 def names() -> list[str]:
@@ -124,15 +141,18 @@ class Truth:
         sequences = decodes + len(chunks)
         tokens = decodes + sum(count for _, count in chunks)
         rows = sequences
-        if flags.pad and tokens <= flags.pad[-1] and (flags.pad_mixed or not chunks):
-            tokens = flags.pad[bisect_left(flags.pad, tokens)]
+        recorded = (
+            0 if chunks and sequences > SEQUENCES else next_size(flags.pad_prompts if chunks else flags.pad, tokens)
+        )
+        if recorded:
+            tokens = recorded
             rows = rows if chunks else tokens
         if tokens >= len(self._graph):
             self._grow(2 * tokens)
-        milliseconds = (self._eager if chunks else self._graph)[tokens] + self._rows[min(rows, _ROWS)]
+        milliseconds = (self._eager if chunks and not recorded else self._graph)[tokens] + self._rows[min(rows, _ROWS)]
         milliseconds += self._layers * self._attention(decodes, decode_context, chunks)
         seconds: float = milliseconds / 1e3 + flags.host_s + flags.host_seq_s * sequences
-        return max(seconds + flags.mixed_s, flags.mixed_floor_s) if chunks else seconds
+        return max(seconds + flags.mixed_s * (not recorded), flags.mixed_floor_s) if chunks else seconds
 
     def predict(self, step: StepFeatures) -> float:
         """The same of counts: one chunk is known from them exactly, several are taken to be alike, and drafted tokens to be rows

@@ -27,6 +27,7 @@ from runtime.ordering import Ordering
 from runtime.request import SamplingParams
 from runtime.shared.progress import progress_bar
 from runtime.slo import SLO, RequestClass
+from runtime.step_model import NO_GRAPHS
 from runtime.tunable import Facts, StepPolicy
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class Engine(TunableEngine):
     """Serves one model to many threads and event loops at once.
 
     ``model``: a local directory, hub id or preset name, or a loaded model. ``knobs`` may change while it runs, up to
-    ``limits``. ``slo`` is the SLO of requests of class ``default``, ``classes`` those of others. ``dtype`` and ``device`` of
-    a model by name are those of :func:`runtime.load_model`. ``kv_tokens``: size of the KV pool in tokens (None: what the
-    memory allows), in blocks of ``block_size`` tokens; ``max_model_len``, tokens, lowers the model's context. At most
-    ``max_queue`` requests wait, in the order of ``ordering``: the name of one (docs/how-to/order.md has them), or one of
+    ``limits``. ``slo`` is the SLO of requests of class ``default``, ``classes`` those of others. ``dtype``, ``device`` and
+    ``kv_cache_dtype`` of a model by name are those of :func:`runtime.load_model`. ``kv_tokens``: size of the KV pool in tokens
+    (None: what the memory allows), in blocks of ``block_size`` tokens; ``max_model_len``, tokens, lowers the model's context. At
+    most ``max_queue`` requests wait, in the order of ``ordering``: the name of one (docs/how-to/order.md has them), or one of
     your own. ``admission`` ends those that can no longer meet their TTFT target. ``prefix_cache``: prompts share the KV of
     equal beginnings; ``"tenant"`` only within a tenant, so that none can learn from response times what others ask. ``seed``:
     that of a preset's random weights, and of the draws of requests that bring none. ``step_policy`` gives each step its own
@@ -68,6 +69,7 @@ class Engine(TunableEngine):
         classes: Iterable[RequestClass] = (),
         dtype: str = "auto",
         device: str = "auto",
+        kv_cache_dtype: str = "auto",
         kv_tokens: int | None = None,
         block_size: int = 16,
         max_model_len: int | None = None,
@@ -108,6 +110,7 @@ class Engine(TunableEngine):
             executor,
             dtype=dtype,
             device=device,
+            kv_cache_dtype=kv_cache_dtype,
             kv_tokens=kv_tokens,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -128,7 +131,7 @@ class Engine(TunableEngine):
             prefix_cache=share != "none",
             growth_reserve=1,
             model=replace(parts.info, max_model_len=context),
-            graph_sizes=getattr(parts.executor, "graph_sizes", ()),
+            graphs=getattr(parts.executor, "graphs", NO_GRAPHS),
         )
         self._intake = Intake(
             served,

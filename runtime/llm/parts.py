@@ -35,6 +35,7 @@ def parts_of(
     *,
     dtype: str,
     device: str,
+    kv_cache_dtype: str,
     kv_tokens: int | None,
     block_size: int,
     max_model_len: int | None,
@@ -71,9 +72,15 @@ def parts_of(
     if threads is not None:
         torch.set_num_threads(threads)
     if isinstance(model, str):
-        loaded = load_model(model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len)
+        loaded = load_model(
+            model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype
+        )
     elif isinstance(model, LoadedModel):
         loaded = model
+        if kv_cache_dtype not in ("auto", loaded.kv_cache_dtype):
+            raise ValueError(
+                f"kv_cache_dtype is {kv_cache_dtype!r}; it must be {loaded.kv_cache_dtype!r}, as the model was loaded"
+            )
     else:
         raise ModelError(f"model is a {type(model).__name__}; it must be a name or what load_model returned")
     if kv_tokens is not None:

@@ -11,6 +11,7 @@ transformers lets call :func:`packed_attention` with ``query [1, heads, tokens, 
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,16 +20,19 @@ from functools import cache
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.inputs import Ints, PackedBatch
-from runtime.torch_backend.kv_pool import KVPool, LayerKV
+from runtime.torch_backend.kv_pool import KVPool, LayerKV, fp8_bytes
 from runtime.torch_backend.operations import Operations
 
 NAME = "autotune_packed"
+_EAGER_FP8 = "autotune_eager_fp8"
 
 
 class Terms:
@@ -178,8 +182,7 @@ def packed_attention(
     layer = step.layer(module, KVLayer((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype))
     terms = terms_of(query.shape[-1], scaling, window_of(module, sliding_window), softcap, s_aux)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    layer.keys.index_copy_(0, step.slots, k)
-    layer.values.index_copy_(0, step.slots, v)
+    layer.write(step.slots, k, v)
     return step.attend(layer, q, k, v, terms).unsqueeze(0), None
 
 
@@ -214,6 +217,23 @@ def terms_of(
     return Terms(dim**-0.5 if scaling is None else scaling, window, softcap, s_aux)
 
 
+def _eager_fp8(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Any:
+    """The eager attention of the model's own code, after ``key`` and ``value`` went through 8 bits."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise UnsupportedModelError(
+            f"model {type(module).__name__}: kv_cache_dtype is 'fp8'; it must be auto: its code has no eager attention to "
+            "compare with"
+        )
+    return own(module, query, *(_through_8_bits(x) for x in (key, value)), *others, **options)
+
+
+def _through_8_bits(x: Tensor) -> Tensor:
+    return fp8_bytes(x, torch.ones(1, device=x.device)).view(torch.float8_e4m3fn).to(x.dtype)
+
+
+AttentionInterface.register(_EAGER_FP8, _eager_fp8)
+AttentionMaskInterface.register(_EAGER_FP8, eager_mask)
 AttentionInterface.register(NAME, packed_attention)
 # and no mask function: transformers makes no mask then, which a packed batch does not have, and doesn't look at the positions,
 # for which a GPU would have to be waited for
@@ -241,10 +261,11 @@ class PackedModel:
             finally:
                 _running.step = before
 
-    def eager(self) -> AbstractContextManager[None]:
+    def eager(self, fp8: bool = False) -> AbstractContextManager[None]:
         """Within, the model computes its own attention by its own code, which knows all its terms. PyTorch's attention takes no
-        softcap, and some versions of transformers hand it layers that have one."""
-        return self._attending_by("eager")
+        softcap, and some versions of transformers hand it layers that have one. ``fp8``: over keys and values as a KV pool of
+        8 bits holds them."""
+        return self._attending_by(_EAGER_FP8 if fp8 else "eager")
 
     @contextmanager
     def _attending_by(self, name: str) -> Iterator[None]:

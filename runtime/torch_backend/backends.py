@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from runtime.errors import MissingTritonError
+from runtime.errors import InputError, MissingTritonError
 from runtime.torch_backend.attention import AttentionBackend
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.cpu.backend import CPUAttention
@@ -24,6 +24,7 @@ from runtime.torch_backend.sampling import Sampler
 
 log = logging.getLogger(__name__)
 
+KV_CACHE_DTYPES = ("auto", "fp8")
 _MIN_CACHE_BYTES = 64 << 20
 
 
@@ -33,8 +34,8 @@ class Backend(NamedTuple):
     the device and a seed. ``record``: records decode steps of these numbers of rows on the device, where that is possible;
     ``ladder``: which ones, up to so many; ``prompt_ladder``: for how many tokens steps with prompts are recorded, up to so many,
     of a model of so many parameters. ``overlaps``: whether the host gains by launching a step before it has read the last
-    one. ``memory``: makes what tells the memory of the device, where a KV pool is sized by that. ``tidy``: called behind a step
-    twice a minute."""
+    one. ``fp8``: whether operations and attention take a KV pool of 8 bits. ``memory``: makes what tells the device's memory,
+    where a KV pool is sized by that. ``tidy``: called behind a step twice a minute."""
 
     operations: Operations
     attention: Callable[[KVPool, Loaded], AttentionBackend]
@@ -44,6 +45,7 @@ class Backend(NamedTuple):
     ladder: Callable[[int], tuple[int, ...]] = batch_ladder
     prompt_ladder: Callable[[int, int], tuple[int, ...]] = prompt_ladder
     overlaps: bool = False
+    fp8: bool = False
     memory: Callable[[torch.device], DeviceMemory] | None = None
     tidy: Callable[[], object] | None = None
 
@@ -73,3 +75,13 @@ def backend_for(device: torch.device) -> Backend:
         log.warning("%s; until then PyTorch's own operations run, at several times the cost", error)
         return PLAIN
     return CUDA
+
+
+def check_kv_cache_dtype(requested: str, device: torch.device, backend: Backend | None = None) -> None:
+    """Raise :class:`InputError` for what no KV pool on ``device`` can be kept in. ``backend``: None takes the device's."""
+    if requested not in KV_CACHE_DTYPES:
+        raise InputError(f"kv_cache_dtype is {requested!r}; it must be {' or '.join(KV_CACHE_DTYPES)}")
+    if requested == "fp8" and not (backend or backend_for(device)).fp8:
+        raise InputError(
+            f"kv_cache_dtype is 'fp8'; on {device} it must be auto: only the Triton kernels, on CUDA, read a KV pool of 8 bits"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,11 +10,16 @@ from transformers import PreTrainedModel
 
 
 class KVLayer(NamedTuple):
-    """What one attention layer keeps of a token: ``key`` and ``value`` as (heads, dim), in ``dtype``."""
+    """What one attention layer keeps of a token: ``key`` and ``value`` as (heads, dim), computed in ``dtype``."""
 
     key: tuple[int, int]
     value: tuple[int, int]
     dtype: torch.dtype
+
+    @property
+    def numbers(self) -> int:
+        """How many of a token."""
+        return math.prod(self.key) + math.prod(self.value)
 
 
 class Loaded(Protocol):
@@ -36,6 +42,11 @@ class Loaded(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Of the KV pool: "auto" is what the model computes them in, "fp8" 8 bits (e4m3)."""
+        ...
 
     @property
     def kv_bytes_per_token(self) -> int: ...

@@ -21,8 +21,9 @@ from runtime.llm.drafts import verified
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
 from runtime.shared.ceilings import StepLoad
+from runtime.step_model import StepGraphs
 from runtime.torch_backend.attention import FixedAttention, FixedSteps, PackedModel, StepInputs
-from runtime.torch_backend.backends import Backend, backend_for
+from runtime.torch_backend.backends import Backend, backend_for, check_kv_cache_dtype
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.current_device import made_current, on_its_device
 from runtime.torch_backend.faults import device_error
@@ -165,9 +166,9 @@ class TorchExecutor:
     token that the host has not read from where it was sampled. If the last one then fails, the next is run again as well.
 
     Steps of decode rows alone are recorded, if the backend can record and ``max_batch_size`` says for how many rows:
-    ``graph_sizes``. What cannot be recorded, rows with a repetition penalty or log-probabilities, and steps that verify drafts
+    ``graphs.decodes``. What cannot be recorded, rows with a repetition penalty or log-probabilities, and steps that verify drafts
     run as they do elsewhere. The forward of steps with prompts of up to ``token_budget`` tokens is recorded, too, for some
-    numbers of them: ``prompt_sizes``; where it is None, it is not.
+    numbers of them: ``graphs.prompts``; where it is None, it is not.
 
     Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
     ``backend``'s; None takes the one for the device of the model.
@@ -193,7 +194,9 @@ class TorchExecutor:
         with made_current(self.device):
             backend = backend or backend_for(loaded.device)
             recorded = max_batch_size is not None and backend.record is not None
-            self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded)
+            check_kv_cache_dtype(loaded.kv_cache_dtype, loaded.device, backend)
+            fp8 = loaded.kv_cache_dtype == "fp8"
+            self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded, fp8=fp8)
             self.overlaps = backend.overlaps if overlaps is None else overlaps
             """Whether a step may be launched while another is in flight, and gains by it."""
             self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
@@ -227,19 +230,12 @@ class TorchExecutor:
                 self._steps = self._record_steps(backend, token_budget, max_batch_size)
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """For how many rows decode steps are recorded."""
-        return () if self._resident is None else self._resident.sizes
-
-    @property
-    def prompt_sizes(self) -> tuple[int, ...]:
-        """For how many tokens steps with prompts are recorded."""
-        return () if self._steps is None else self._steps.sizes
-
-    @property
-    def prompt_sequences(self) -> int:
-        """Of how many sequences at most."""
-        return 0 if self._steps is None else self._steps.sequences
+    def graphs(self) -> StepGraphs:
+        """The steps that are recorded."""
+        decodes = () if self._resident is None else self._resident.sizes
+        if self._steps is None:
+            return StepGraphs(decodes)
+        return StepGraphs(decodes, self._steps.sizes, self._steps.sequences)
 
     @property
     def in_trouble(self) -> bool:

@@ -26,15 +26,41 @@ CPU_SHARE = 0.3  # the decode cache may take as much again
 CUDA_SHARE = 0.85
 
 
+LARGEST_FP8 = 448.0
+
+
 class LayerKV:
-    """Keys ``[slots, heads, key_dim]`` and values ``[slots, heads, value_dim]`` of one layer."""
+    """Keys ``[slots, heads, key_dim]`` and values ``[slots, heads, value_dim]`` of one layer.
 
-    __slots__ = ("keys", "serial", "values")
+    Of a pool of 8 bits they are bytes (uint8) that hold e4m3 numbers, and these are multiplied by ``key_scale`` and
+    ``value_scale [heads]`` (float32). They are 1: nothing calibrates them.
+    """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    __slots__ = ("key_scale", "keys", "serial", "value_scale", "values")
+
+    def __init__(self, keys: Tensor, values: Tensor, *, fp8: bool = False) -> None:
         self.keys = keys
         self.values = values
+        self.key_scale, self.value_scale = (
+            torch.ones(x.shape[1], device=x.device) if fp8 else None for x in (keys, values)
+        )
         self.serial = -1  # the step that wrote here last
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep ``key`` and ``value [tokens, heads, dim]`` in ``slots [tokens]``."""
+        if self.key_scale is not None and self.value_scale is not None:
+            key, value = fp8_bytes(key, self.key_scale), fp8_bytes(value, self.value_scale)
+        self.keys.index_copy_(0, slots, key)
+        self.values.index_copy_(0, slots, value)
+
+    def finite(self, slots: Tensor) -> Tensor:
+        """Whether all that ``slots [n]`` hold is finite: a bool on the device."""
+        found = [x.index_select(0, slots) for x in (self.keys, self.values)]
+        if self.key_scale is None:
+            keys, values = (x.isfinite().all() for x in found)
+        else:
+            keys, values = ((x.bitwise_and(0x7F) != 0x7F).all() for x in found)  # else it is e4m3's NaN
+        return keys & values
 
     def blocks(self, table: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """What the blocks ``table[rows, n]`` hold: ``[rows, n·block_size, heads, dim]`` twice.
@@ -55,8 +81,8 @@ class KVPool:
     """``blocks`` blocks for each layer, and one more, always zero, that pads block tables. With ``scratch`` another one,
     ``scratch_block``, which rows that are nobody's write.
 
-    ``layers`` are allocated now, on ``device``; layers that are not among them at their first call. Raises ``ValueError`` where
-    they do not fit.
+    ``layers`` are allocated now, on ``device``; layers that are not among them at their first call. With ``fp8`` in 8 bits,
+    however they are computed. Raises ``ValueError`` where they do not fit.
     """
 
     def __init__(
@@ -67,12 +93,14 @@ class KVPool:
         device: torch.device | None = None,
         *,
         scratch: bool = False,
+        fp8: bool = False,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"kv_blocks is {blocks} and block_size {block_size}; both must be at least 1")
         self.block_count = blocks
         self.block_size = block_size
         self.pad_block = blocks
+        self.fp8 = fp8
         self.scratch_block = blocks + 1 if scratch else None
         self.layers: dict[nn.Module, LayerKV] = {}
         self._unclaimed: list[tuple[KVLayer, LayerKV]] = []  # allocated, of no module yet
@@ -91,7 +119,9 @@ class KVPool:
 
     def _allocate(self, layer: KVLayer, device: torch.device) -> LayerKV:
         slots = (self.block_count + 1 + (self.scratch_block is not None)) * self.block_size
-        return LayerKV(_zeros(layer.dtype, device, slots, *layer.key), _zeros(layer.dtype, device, slots, *layer.value))
+        dtype = torch.uint8 if self.fp8 else layer.dtype
+        keys, values = (_zeros(dtype, device, slots, *each) for each in (layer.key, layer.value))
+        return LayerKV(keys, values, fp8=self.fp8)
 
     def layer(self, module: nn.Module, kept: KVLayer, device: torch.device) -> LayerKV:
         """The store of ``module``, which keeps ``kept`` of a token and computes on ``device``."""
@@ -133,6 +163,14 @@ class KVPool:
         """Of all layers, those that no module has called for yet included."""
         layers = [*self.layers.values(), *(layer for _, layer in self._unclaimed)]
         return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
+
+
+def fp8_bytes(x: Tensor, scale: Tensor) -> Tensor:
+    """``x [tokens, heads, dim]`` over ``scale [heads]`` as e4m3 bytes, as the GPU's kernels write them: rounded to the nearest,
+    ±448 at most, NaN for what is not finite."""
+    scaled = x.float() / scale[:, None]
+    held = scaled.clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(~scaled.isfinite(), math.nan)
+    return held.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:

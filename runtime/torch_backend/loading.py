@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from runtime.errors import InputError, ModelError, UnsupportedModelError
 from runtime.request import SamplingParams
+from runtime.torch_backend.backends import check_kv_cache_dtype
 from runtime.torch_backend.checks import check_config, check_directory, summary
 from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.presets import PRESETS, build_preset
@@ -53,8 +54,9 @@ class LoadedModel:
     serving; :func:`from_model` leaves a model of yours as it is. ``tokenizer`` None: prompts are token ids. ``name``: what
     errors and records of measurements call it. ``architecture`` is transformers' model type, ``parameters`` how many there
     are. ``vocab_size`` is the width of its logits, ``max_model_len`` the most tokens (prompt + output) of one request,
-    ``eos_token_ids`` what ends a text (may be empty). ``kv_bytes_per_token`` counts all ``kv_layers``. ``layers`` is how many
-    the config names. ``sampling_defaults``: what its generation config says of temperature and the like.
+    ``eos_token_ids`` what ends a text (may be empty). ``kv_bytes_per_token`` counts all ``kv_layers``, kept in
+    ``kv_cache_dtype``. ``layers`` is how many the config names. ``sampling_defaults``: what its generation config says of
+    temperature and the like.
     """
 
     model: PreTrainedModel
@@ -71,6 +73,7 @@ class LoadedModel:
     parameters: int
     layers: int
     sampling_defaults: Mapping[str, float]
+    kv_cache_dtype: str = "auto"
 
     @property
     def info(self) -> ModelInfo:
@@ -85,6 +88,7 @@ class LoadedModel:
             device=self.device.type,
             kv_bytes_per_token=self.kv_bytes_per_token,
             random_weights=self.name in PRESETS,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     def __repr__(self) -> str:
@@ -99,6 +103,7 @@ def load_model(
     device: str | torch.device = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
     tensor_parallel: int = 1,
     trust_remote_code: bool = False,
     revision: str | None = None,
@@ -107,9 +112,11 @@ def load_model(
 
     ``dtype`` "auto" is bfloat16 on CUDA and on CPUs that multiply it natively, else float32. ``device`` "auto" is CUDA if
     there is one. ``seed`` is for a preset's random weights. ``max_model_len`` (tokens, prompt and output) None takes the
-    model's context, or as much of it as its RoPE allows (see :mod:`runtime.torch_backend.rope`). ``tensor_parallel``: devices
-    that it is split over, 1 so far. ``trust_remote_code``: run Python code that comes with the model. ``revision``: a branch,
-    tag or commit on the hub, None for the main one.
+    model's context, or as much of it as its RoPE allows (see :mod:`runtime.torch_backend.rope`). ``kv_cache_dtype`` "auto"
+    keeps keys and values as they are computed, "fp8" in 8 bits (e4m3 with a scale of 1, by the Triton kernels, so on CUDA alone):
+    half the memory of bfloat16, and other tokens now and then. ``tensor_parallel``: devices that it is split over, 1 so far.
+    ``trust_remote_code``: run Python code that comes with the model. ``revision``: a branch, tag or commit on the hub, None for
+    the main one.
 
     Raises :class:`ModelError` (one line: the path or name, and what is wrong), :class:`UnsupportedModelError` for quantised
     weights, LoRA adapters, tensor parallelism, encoder-decoders, models with recurrent or linear-attention layers and a
@@ -122,9 +129,10 @@ def load_model(
         )
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
+    check_kv_cache_dtype(kv_cache_dtype, place)
     if name in PRESETS:
         model = build_preset(PRESETS[name], device=place, dtype=kind, seed=seed)
-        return _ready(model, byte_tokenizer(model.config.vocab_size), name, max_model_len)
+        return _ready(model, byte_tokenizer(model.config.vocab_size), name, max_model_len, kv_cache_dtype)
     if not isinstance(name, str) or not name.strip():
         raise InputError(f"model is {name!r}; it must be a preset ({', '.join(PRESETS)}), a directory or a hub id")
     path = Path(name).expanduser()
@@ -160,7 +168,7 @@ def load_model(
         raise ModelError(
             f"model {name}: {len(misfit)} of its weights in its files have another shape, such as {misfit[0]}"
         )
-    return _ready(model, _tokenizer_of(source, options), name, max_model_len)
+    return _ready(model, _tokenizer_of(source, options), name, max_model_len, kv_cache_dtype)
 
 
 def from_model(
@@ -169,6 +177,7 @@ def from_model(
     name: str | None = None,
     *,
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> LoadedModel:
     """A :class:`LoadedModel` of a model that is already in memory, on its device and in its dtype, and stays its owner's.
 
@@ -179,12 +188,13 @@ def from_model(
     Runs one token through the copy, to see what its attention keeps. Raises as :func:`load_model` does, and
     :class:`ModelError` for a model that cannot be copied.
     """
+    check_kv_cache_dtype(kv_cache_dtype, model.device)
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     try:
         own = copy.deepcopy(model, shared)
     except Exception as error:  # a module may hold anything, such as a lock
         raise ModelError(f"model {type(model).__name__}: its modules cannot be copied: {summary(error)}") from error
-    return _ready(own, tokenizer, name, max_model_len)
+    return _ready(own, tokenizer, name, max_model_len, kv_cache_dtype)
 
 
 def _ready(
@@ -192,6 +202,7 @@ def _ready(
     tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
     name: str | None,
     max_model_len: int | None,
+    kv_cache_dtype: str,
 ) -> LoadedModel:
     """As :func:`from_model`, of a model that nobody else has."""
     config = model.config
@@ -213,6 +224,7 @@ def _ready(
         )
     if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer(tokenizer)
+    in_8_bits = sum(layer.numbers for layer in found.kv_layers) if kv_cache_dtype == "fp8" else 0
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -223,11 +235,12 @@ def _ready(
         vocab_size=found.vocab_size,
         max_model_len=context,
         eos_token_ids=_eos_ids(model, tokenizer),
-        kv_bytes_per_token=found.kv_bytes_per_token,
+        kv_bytes_per_token=in_8_bits or found.kv_bytes_per_token,
         kv_layers=found.kv_layers,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=text.num_hidden_layers,
         sampling_defaults=sampling,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

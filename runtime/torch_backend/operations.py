@@ -54,8 +54,7 @@ class Operations:
             both = F.rms_norm(both, (dim,), None, norm.eps).mul_(norm.each)
         both = _rotated(both, cos, sin)
         query, key = both[:, : split - kv_heads], both[:, split - kv_heads :]
-        layer.keys.index_copy_(0, slots, key)
-        layer.values.index_copy_(0, slots, value)
+        layer.write(slots, key, value)
         return query, key, value
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

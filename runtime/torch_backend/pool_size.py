@@ -131,7 +131,7 @@ def _taken(
     sizes = backend.ladder(most)
     for few in (sizes[-1:], sizes[-2:]) if backend.record is not None else ():
         executor = made(backend._replace(ladder=partial(_these, few)))
-        if executor.graph_sizes:  # else it cannot be recorded, and has said so
+        if executor.graphs.decodes:  # else it cannot be recorded, and has said so
             held.append(memory.free())
         del executor
     if len(held) < 3:
@@ -140,8 +140,8 @@ def _taken(
     row = 8 * -(-loaded.max_model_len // block_size)  # of a block table, which a pool of few blocks keeps short
     graphs = max(0, without - one) + (len(sizes) - 1) * max(0, one - two) + most * row
     executor = made(backend._replace(ladder=partial(_these, sizes[:1])), limits.token_budget)
-    if executor.prompt_sizes:
-        graphs += max(0, without - memory.free()) + executor.prompt_sequences * row
+    if executor.graphs.prompts:
+        graphs += max(0, without - memory.free()) + executor.graphs.sequences * row
     return step, graphs
 
 

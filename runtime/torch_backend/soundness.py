@@ -28,10 +28,8 @@ def sound_chunks(batch: PackedBatch, step: StepInputs) -> tuple[list[Chunk], Ten
     if layer is not None:
         for chunk, (begin, end) in zip(batch.chunks, batch.spans(), strict=True):
             if not chunk.samples:
-                slots = step.slots[begin:end]
-                keys, values = (x.index_select(0, slots).isfinite().all() for x in (layer.keys, layer.values))
                 chunks.append(chunk)
-                flags.append(keys & values)
+                flags.append(layer.finite(step.slots[begin:end]))
     return chunks, torch.stack(flags) if flags else None
 
 

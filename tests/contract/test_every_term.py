@@ -24,17 +24,31 @@ from autotune.profile.serving import serving_cost, serving_knowledge
 from autotune.simulate import SimulatedEngine
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
-from runtime.step_model import TERMS, Knowledge, Piece, StepFeatures, StepLearner, Term, learned_terms
+from runtime.step_model import (
+    NO_GRAPHS,
+    TERMS,
+    Knowledge,
+    Piece,
+    StepFeatures,
+    StepGraphs,
+    StepLearner,
+    Term,
+    learned_terms,
+)
 from tests.building import step_points
 from tests.sample_profile import full_profile, sample_cost_model
 
 ROOT = Path(__file__).parents[2]
 PIECES: tuple[Piece, ...] = ("decode", "mixed")
 SHAPES = [
-    Shape(norm, knots, experts, graph_sizes)
+    Shape(norm, knots, experts, graphs)
     for norm in (1.0, 2.0, 4.0, math.inf)
     for knots, experts in (((0,), None), ((0, 16, 64), None), ((0,), 8.0))
-    for graph_sizes in ((), (1, 2, 4, 30, 100, 150))
+    for graphs in (
+        NO_GRAPHS,
+        StepGraphs((1, 2, 4, 30, 100, 150)),
+        StepGraphs((1, 2, 4, 30, 100, 150), (16, 128, 1000, 1300), 180),
+    )
 ]
 
 
@@ -57,7 +71,7 @@ def facts(shape: Shape, values: dict[str, float]) -> CostFacts:
         values[EXPERT_TOKENS] = shape.experts
     return sample_cost_model(
         family=shape.family, coefficients=values, covariance=tuple((0.0,) * len(values) for _ in values),
-        graph_sizes=shape.graph_sizes,
+        graphs=shape.graphs,
     )  # fmt: skip
 
 
@@ -119,7 +133,9 @@ def test_a_plan_and_the_record_of_its_step_are_counted_alike() -> None:
 # -- what is written out says what the table says --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.family + "+graphs" * bool(s.graph_sizes))
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda s: s.family + "+graphs" * bool(s.graphs) + "+prompts" * bool(s.graphs.prompts)
+)
 def test_the_cost_model_says_what_the_table_says_row_by_row(shape: Shape) -> None:
     counted = steps()
     columns = shape.columns(np.array(counted, dtype=float))

@@ -11,6 +11,7 @@ import torch
 from runtime.knobs import Knobs
 from runtime.llm.plan import StepPlan
 from runtime.records import StepRecord
+from runtime.step_model import StepGraphs
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import load_model
 from tests.unit.executor_harness import Oracle, prompts, run
@@ -29,7 +30,7 @@ def test_recorded_and_overlapping_steps_give_the_tokens_of_plain_ones() -> None:
     assert not failures
     for overlaps in (False, True):
         fast = executor(loaded, max_batch_size=6, overlaps=overlaps)
-        assert fast.graph_sizes == (1, 2, 4, 6)
+        assert fast.graphs == StepGraphs((1, 2, 4, 6))
         assert run(fast, REQUESTS, KNOBS)[:2] == (expected, {})
     assert executor(loaded).overlaps
 
@@ -40,7 +41,7 @@ def test_recorded_steps_with_prompts_give_the_tokens_of_plain_ones() -> None:
     assert not failures
     for overlaps in (False, True):
         fast = executor(loaded, max_batch_size=6, token_budget=40, overlaps=overlaps)
-        assert fast.prompt_sizes == (16, 32, 40)  # a step of 48 runs beside
+        assert fast.graphs.prompts == (16, 32, 40)  # a step of 48 runs beside
         assert run(fast, REQUESTS, KNOBS)[:2] == (expected, {})
 
 

@@ -20,7 +20,7 @@ def test_the_largest_step_fits_beside_the_pool() -> None:
     taken = torch.empty(max(0, free - (6 << 30)), dtype=torch.uint8, device="cuda")
     with Engine(loaded, limits=LIMITS) as engine:
         executor = engine.executor
-        assert isinstance(executor, TorchExecutor) and len(executor.graph_sizes) == 11
+        assert isinstance(executor, TorchExecutor) and len(executor.graphs.decodes) == 11
         pool = executor.pool.bytes
         assert (3 << 30) < pool < (6 << 30)
         plan = largest_step(LIMITS, loaded.max_model_len, 16, executor.pool.block_count)

@@ -42,6 +42,12 @@ def test_a_dry_run_does_all_of_it(tmp_path: Path) -> None:
         all(case["error"] <= case["allowed"] for case in answers["kernels"].values()) and len(answers["kernels"]) >= 7
     )
     assert len(answers["self-tests"]) == 5 and all(one["passed"] for one in answers["self-tests"].values())
+    eight = answers["fp8-kv"]
+    assert (
+        eight["fp8, pool"]["bytes_per_token"] * 4 == eight["auto, pool"]["bytes_per_token"]
+        and eight["fp8, decode 2 × 20"]["ms"] > 0
+    )
+    assert eight["fp8, recorded"]["alike"] == eight["fp8, recorded"]["requests"] == 2
     steps = {name: step for name, step in answers["anatomy"].items() if name != "model"}
     assert "left_out" in steps.pop("too large")
     assert all(step["ms"] > 0 and step["over_floor"] > 0 for step in steps.values()) and len(steps) == 5

@@ -120,15 +120,18 @@ def test_faults_are_contained_and_pools_are_counted(version: str, module: str) -
 
 
 @pytest.mark.parametrize("version", scheduler_versions())
-def test_decodes_are_padded_as_vllm_dispatches_them(version: str) -> None:
+def test_steps_are_padded_as_vllm_dispatches_them(version: str) -> None:
     """To the sizes of its CUDA graphs, in every mode."""
     program = str(Path(__file__).with_name("vllm_graphs.py"))
     on_cpu, *cases = json.loads(ran(scheduler_python(version), program).stdout)
-    assert on_cpu["read"] == []
+    nothing = [[], [], 0]
+    assert on_cpu["read"] == nothing
     for case in cases:
-        assert case["ours"] == case["theirs"], case
-        assert case["read"] == [] or not (case["eager"] or case["mode"] == "NONE"), case
+        for ours in ("ours", "ours_mixed", "ours_eager"):
+            assert case[ours] == case[ours.replace("ours", "theirs")], case
+        assert case["read"] == nothing or not (case["eager"] or case["mode"] == "NONE"), case
     assert sum(case["theirs"] != list(range(1, case["slots"] + 1)) for case in cases) >= 12, "most are padded"
+    assert sum(case["ours_mixed"] != list(range(2, 2 + len(case["ours_mixed"]))) for case in cases) >= 9
 
 
 def test_a_version_that_cannot_be_steered_is_refused_by_name() -> None:

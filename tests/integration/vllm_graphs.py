@@ -1,8 +1,9 @@
-"""Run by the Python of an environment with vLLM: which rows it says a step of decodes runs as, and which we say.
+"""Run by the Python of an environment with vLLM: which rows it says a step runs as, and which we say.
 
 Prints a JSON list, of each CUDA graph mode, number of sequences and list of sizes: what we read, and for each number of decodes
-up to ``max_num_seqs`` the rows that vLLM's own dispatcher picks and those that our cost model counts. The configuration is the
-one that vLLM makes of its arguments, with the mode that it would have on a GPU.
+up to ``max_num_seqs``, and of tokens with a prompt among them up to the budget, the rows that vLLM's own dispatcher picks and
+those that our cost model counts. The configuration is the one that vLLM makes of its arguments, with the mode that it would have
+on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from autotune.cost.shape import padded
-from autotune.engines.vllm.model import graph_sizes_of
-from runtime.step_model import StepFeatures
+from autotune.cost.shape import as_run
+from autotune.engines.vllm.model import graphs_of
+from runtime.step_model import StepFeatures, computed
 from tests.integration.llama_folder import weightless_folder
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -36,11 +38,11 @@ def cases(model: Path) -> Iterator[dict[str, Any]]:
         stock: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "skip_tokenizer_init": True}
         return EngineArgs(str(model), **stock, **more).create_engine_config()
 
-    yield {"mode": "on a CPU", "read": graph_sizes_of(made(max_num_seqs=64))}
+    yield {"mode": "on a CPU", "read": astuple(graphs_of(made(max_num_seqs=64)))}
     for eager in (False, True):
         for mode in MODES if not eager else ("FULL_AND_PIECEWISE",):
             for slots, sizes in ((256, None), (50, None), (100, [1, 8, 64, 96]), (100, [64, 2, 128, 512]), (3, [4, 8])):
-                config = made(max_num_seqs=slots, max_num_batched_tokens=2048)
+                config = made(max_num_seqs=slots, max_num_batched_tokens=300 if slots == 3 else 2048)
                 yield as_on_a_gpu(config, mode, sizes, eager)
 
 
@@ -55,12 +57,18 @@ def as_on_a_gpu(config: Any, mode: str, sizes: list[int] | None, eager: bool) ->
     config._set_cudagraph_sizes()
     dispatcher = CudagraphDispatcher(config)
     dispatcher.initialize_cudagraph_keys(compilation.cudagraph_mode)
-    read, slots = graph_sizes_of(config), config.scheduler_config.max_num_seqs
-    steps = [StepFeatures(n, 100 * n, 0, 0, 0) for n in range(1, slots + 1)]
+    read, slots = graphs_of(config), config.scheduler_config.max_num_seqs
+    decodes = [StepFeatures(n, 100 * n, 0, 0, 0) for n in range(1, slots + 1)]
+    tokens = range(2, config.scheduler_config.max_num_batched_tokens + 1)
+    mixed = [StepFeatures(1, 100, n - 1, n - 1, n, 1) for n in tokens]
     return {
-        "mode": mode, "slots": slots, "sizes": sizes, "eager": eager, "read": read,
-        "theirs": [dispatcher.dispatch(step.decodes, uniform_decode=True)[1].num_tokens for step in steps],
-        "ours": [int(padded(step, read)) for step in steps],
+        "mode": mode, "slots": slots, "sizes": sizes, "eager": eager, "read": astuple(read),
+        "theirs": [dispatcher.dispatch(step.decodes, uniform_decode=True)[1].num_tokens for step in decodes],
+        "ours": [int(computed(as_run(step, read)[0])) for step in decodes],
+        "theirs_mixed": [dispatcher.dispatch(n, uniform_decode=False)[1].num_tokens for n in tokens],
+        "ours_mixed": [int(computed(as_run(step, read)[0])) for step in mixed],
+        "theirs_eager": [dispatcher.dispatch(n, uniform_decode=False)[0] == CUDAGraphMode.NONE for n in tokens],
+        "ours_eager": [bool(as_run(step, read)[1]) for step in mixed],
     }  # fmt: skip
 
 

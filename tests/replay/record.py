@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
-from runtime.step_model import StepFeatures
+from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs
 from tests.replay.recording import Recording, attach, lines_of, replay
 from tests.unit.control_world import VLLM, Hardware, SimulatedEngine, h200, poisson, slow_cpu
 
@@ -27,7 +27,7 @@ class Scenario(NamedTuple):
     slo: SLO
     kv_tokens: int
     arrivals: Callable[[], list[tuple[float, int, int]]]
-    graph_sizes: tuple[int, ...] = ()
+    graphs: StepGraphs = NO_GRAPHS
 
 
 SCENARIOS = {
@@ -45,15 +45,17 @@ SCENARIOS = {
 
 
 def padded(step: StepFeatures) -> float:
-    """An H200 that records decode steps of 16 and of 64 rows, whose dummies cost as much as rows that are somebody's."""
-    rows = step.decodes
-    if not step.prefill_tokens:
-        rows = next((size for size in GRAPHS.graph_sizes if size >= rows), rows)
-    return h200(step) + 2e-4 * rows
+    """An H200 that records decode steps of 16 and of 64 rows, and ones with prompts of four sizes; its dummies cost as much as
+    tokens that are somebody's."""
+    return h200(step) + 2e-4 * (GRAPHS.graphs.rows_of(step) or step.decodes + step.prefill_tokens)
 
 
 GRAPHS = Scenario(
-    padded, SLO(ttft_ms=500, tpot_ms=20), 60_000, lambda: poisson(5, 20, 400, 120, seed=5), graph_sizes=(16, 64)
+    padded,
+    SLO(ttft_ms=500, tpot_ms=20),
+    60_000,
+    lambda: poisson(5, 20, 400, 120, seed=5),
+    graphs=StepGraphs((16, 64), (64, 128, 256, 512), 64),
 )
 
 
@@ -62,7 +64,7 @@ def record(scenario: Scenario, *, controller: str = "predictive") -> tuple[Recor
     limits = KnobLimits(512, 1000, 8192, 8192)
     engine = SimulatedEngine(
         scenario.hardware, knobs=limits.clamp(VLLM), limits=limits, kv_tokens=scenario.kv_tokens, noise=0.03, seed=4,
-        graph_sizes=scenario.graph_sizes,
+        graphs=scenario.graphs,
     )  # fmt: skip
     made = Recording.of(engine, scenario.slo)
     with attach(engine, made, controller) as control:

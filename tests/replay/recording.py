@@ -13,7 +13,7 @@ import gzip
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO
+from runtime.step_model import NO_GRAPHS, StepGraphs
 from runtime.tunable import Capabilities, Facts, Lease, LeaseHolder, Listener, SchedulerView, StepPolicy, Tunable
 
 
@@ -41,7 +42,7 @@ class Recording:
     now: float
     interval_s: float = 0.25
     events: list[StepRecord | RequestRecord] = field(default_factory=list)
-    graph_sizes: tuple[int, ...] = ()
+    graphs: StepGraphs = NO_GRAPHS
 
     @classmethod
     def of(cls, engine: Tunable, slo: SLO, interval_s: float = 0.25) -> Recording:
@@ -54,7 +55,7 @@ class Recording:
             engine.facts.block_size,
             engine.view().now,
             interval_s,
-            graph_sizes=engine.facts.graph_sizes,
+            graphs=engine.facts.graphs,
         )
         engine.subscribe(made)
         return made
@@ -70,7 +71,7 @@ class Recording:
         facts = {
             "slo": str(self.slo), "knobs": self.knobs.as_dict(), "limits": self.limits.as_dict(), "now": self.now,
             "kv_tokens": self.kv_tokens, "block_size": self.block_size, "interval_s": self.interval_s,
-            **({"graph_sizes": self.graph_sizes} if self.graph_sizes else {}),
+            **({"graphs": astuple(self.graphs)} if self.graphs else {}),
         }  # fmt: skip
         lines = [facts, *(["step" if isinstance(e, StepRecord) else "request", *e] for e in self.events)]
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -80,7 +81,8 @@ class Recording:
     def load(cls, path: Path) -> Recording:
         lines = gzip.decompress(path.read_bytes()).decode().splitlines()
         facts = json.loads(lines[0])
-        facts["graph_sizes"] = tuple(facts.get("graph_sizes", ()))
+        decodes, prompts, sequences = facts.get("graphs", ((), (), 0))
+        facts["graphs"] = StepGraphs(tuple(decodes), tuple(prompts), sequences)
         made = cls(SLO.parse(facts.pop("slo")), Knobs(**facts.pop("knobs")), KnobLimits(**facts.pop("limits")), **facts)
         for line in lines[1:]:
             kind, *values = json.loads(line)
@@ -140,7 +142,7 @@ class ReplayedEngine:
 
 def attach(engine: Tunable, recording: Recording, controller: str) -> Control:
     """A control whose decisions hold nothing of the wall clock."""
-    model = warm_model(None, recording.graph_sizes)
+    model = warm_model(None, recording.graphs)
     made = CONTROLLERS[controller](recording.slo, engine.knobs, recording.kv_tokens, recording.block_size, model)
     return Control(
         engine, made, recording.slo, guardrails=Guardrails(), interval_s=recording.interval_s, wall=None

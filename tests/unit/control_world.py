@@ -9,7 +9,7 @@ from autotune import simulate
 from autotune.workload import Arrival
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
-from runtime.step_model import StepFeatures
+from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs
 from runtime.tunable import Listener
 
 Hardware = Callable[[StepFeatures], float]
@@ -52,12 +52,12 @@ class SimulatedEngine(simulate.SimulatedEngine):
         kv_tokens: int = 760_000,
         noise: float = 0.0,
         seed: int = 0,
-        graph_sizes: tuple[int, ...] = (),
+        graphs: StepGraphs = NO_GRAPHS,
     ) -> None:
         self.formula = Formula(hardware)
         super().__init__(
             self.formula, kv_tokens=kv_tokens, knobs=knobs, limits=limits, prefix_cache=False, max_queue=10**9,
-            noise=noise, seed=seed, graph_sizes=graph_sizes,
+            noise=noise, seed=seed, graphs=graphs,
         )  # fmt: skip
         self.records: list[RequestRecord] = []
         self._number = 0

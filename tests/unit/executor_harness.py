@@ -71,6 +71,7 @@ class TinyModel:
     max_model_len: int = 512
     kv_bytes_per_token: int = 2 * 2 * 2 * 8 * 4
     kv_layers: tuple[KVLayer, ...] = ()
+    kv_cache_dtype: str = "auto"
 
 
 def tiny(model_type: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> TinyModel:

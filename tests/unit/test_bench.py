@@ -28,6 +28,7 @@ from autotune.bench import (
     plotting,
     turns,
 )
+from autotune.bench.loads import check_lasts, of_profile
 from autotune.bench.table import show
 from autotune.profile import load_profile
 from autotune.workload import parse_workload
@@ -200,6 +201,59 @@ def test_the_table_leaves_out_what_finds_no_room_and_cuts_nothing(width: int) ->
     assert "…" not in "".join(lines) and all(len(line.rstrip()) <= width for line in lines[:3])
     assert "90.0% [" in lines[1] and "+40.0 [" in lines[1] and "TTFT p99" in lines[0] and "TPOT p99" in lines[0]
     assert ("TTFT p50" in lines[0]) == (width >= 120) and ("E2E p99" in lines[0]) == (width >= 100)
+
+
+def test_the_table_is_told_without_a_baseline_that_could_not_be_measured() -> None:
+    console = Console(width=250, file=io.StringIO())
+    show(PairedComparison([result(ONE, 0, [True, False] * 20)], 40.0), EASY, console, baseline=TWO)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "−" not in lines[0] and lines[1].startswith("16/128") and "50.0% [" in lines[1]
+
+
+def test_percentiles_do_not_depend_on_how_many_resamples_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = world().summary(ONE)
+    monkeypatch.setattr("autotune.bench.comparing._AT_ONCE", 500)
+    assert world().summary(ONE).latencies == together.latencies
+
+
+MODEL = FACTS.model_copy(update={"max_model_len": 8192})
+
+
+@pytest.mark.parametrize(
+    ("spec", "rate", "prompt", "offered", "chosen_by"),
+    [
+        ("fixed:prompt=512,output=64", None, 64, None, "the profile's"),
+        ("fixed:prompt=512,output=64,length=1", None, 512, None, "the profile's"),
+        ("fixed:prompt=512,output=64,rate=3", None, 64, 3.0, "given"),
+        ("fixed:prompt=512,output=64,rate=3", 5.0, 64, 5.0, "given"),
+        ("fixed:prompt=100000,output=10,length=1", None, 150, None, "the profile's"),
+    ],
+)
+def test_a_profile_lends_what_the_workload_does_not_say(
+    spec: str, rate: float | None, prompt: int, offered: float | None, chosen_by: str
+) -> None:
+    profile = load_profile(ROOT / "profiles" / "cpu-2core-tiny.yaml")
+    assert profile.workload.length_scale == 1 / 8
+    with paced() as engine:
+        pool = engine.facts.kv_tokens
+        load = of_profile(engine, MODEL, profile, spec, None, rate)
+    first = next(load.workload.arrivals(0, limit=1))
+    longest = min(pool, 8192) - min(pool, 8192) // 4
+    assert first.prompt_tokens == (min(prompt, longest) if prompt != 150 else longest)
+    assert load.workload.rate == pytest.approx(offered or profile.workload.rate) and load.rate_from == chosen_by
+
+
+def test_a_trace_that_ends_before_the_turn_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i * 0.05:.2f},10,5\n" for i in range(100))
+    )
+    load = parse_workload(f"{trace},bin=0")
+    check_lasts(load, 0, 3, 5.0)
+    with pytest.raises(InputError, match=r"12 s, but .* lasts for 5 s at 20.* requests/s; .*--rate of at most 8\."):
+        check_lasts(load, 0, 3, 12.0)
+    check_lasts(parse_workload("azure-conv"), 0, 3, 1e6)
 
 
 def test_a_single_block_has_no_interval() -> None:

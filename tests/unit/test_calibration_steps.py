@@ -16,7 +16,7 @@ from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
 from runtime.llm.core import StepOutcome
 from runtime.records import LimitedBy, StepRecord
-from runtime.step_model import TERMS, StepFeatures, Term
+from runtime.step_model import NO_GRAPHS, TERMS, StepFeatures, Term
 from tests.tiers import slow_but_for
 
 pytestmark = pytest.mark.unit
@@ -351,7 +351,7 @@ def test_the_host_s_time_between_steps_is_theirs_however_long() -> None:
             records[-1] = records[-1]._replace(running=0)
             now += 3.0
     assert [round(s.seconds, 6) for s in serving_samples(records)] == [0.022] * 40
-    (point,) = served_points(records)
+    (point,) = served_points(records, NO_GRAPHS)
     assert point.seconds == pytest.approx(0.022) and point.repeats == 40
 
 

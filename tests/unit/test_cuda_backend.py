@@ -29,7 +29,9 @@ from tests.unit.test_step_operations import decode_step, operations
 pytestmark = pytest.mark.skipif(
     not INTERPRETED.value, reason="these models lie on the CPU, where kernels must be interpreted"
 )
-FEW = Backend(CUDA.operations, lambda pool, loaded: PagedAttention(pool, loaded.device, splits=3), CUDA.lay_out)
+FEW = Backend(
+    CUDA.operations, lambda pool, loaded: PagedAttention(pool, loaded.device, splits=3), CUDA.lay_out, fp8=CUDA.fp8
+)
 """Few parts of contexts, since the interpreter runs even those that have nothing to do."""
 
 

@@ -15,6 +15,7 @@ from runtime.llm.plan import Token
 from runtime.llm.scheduler import Scheduler
 from runtime.records import StepRecord
 from runtime.request import Request, SamplingParams
+from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs
 from runtime.torch_backend.backends import PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.recorded_steps import prompt_ladder
@@ -63,7 +64,7 @@ def test_greedy_tokens_are_those_of_generate(model_type: str, overlaps: bool) ->
     expected = [reference(loaded, p, n) for p, n in requests]
     recorder = Recorder()
     executor = executor_of(loaded, plain(recorder), overlaps)
-    assert executor.graph_sizes == (1, 2, 4, 5) and recorder.recorded == [5, 4, 2, 1]
+    assert executor.graphs == StepGraphs((1, 2, 4, 5)) and recorder.recorded == [5, 4, 2, 1]
     knobs = [Knobs(5, 0, 24, 12), Knobs(5, 0, 24, 12), Knobs(2, 0, 24, 3), Knobs(4, 0, 9, 12)]
     outputs, failures, _ = run(executor, requests, iter(knobs[at // 5 % 4] for at in range(1000)))
     assert not failures and outputs == expected
@@ -223,7 +224,7 @@ def test_what_cannot_be_recorded_runs_all_the_same(caplog: pytest.LogCaptureFixt
     loaded = tiny()
     requests = list(zip(prompts([3, 9]), [5, 3], strict=True))
     executor = executor_of(loaded, plain(Refuses()))
-    assert executor.graph_sizes == ()
+    assert executor.graphs == NO_GRAPHS
     assert "decode steps of test are not recorded" in caplog.text and "not permitted" in caplog.text
     assert run(executor, requests)[0] == [reference(loaded, p, n) for p, n in requests]
 
@@ -291,13 +292,15 @@ def test_a_step_that_does_not_fit_a_recording_runs_beside(
     expected = [reference(loaded, p, n) for p, n in requests]
     recorder = Recorder()
     executor = executor_of(loaded, ours(recorder, sizes), max_batch_size=2, token_budget=24)
-    assert executor.prompt_sizes == sizes and executor.prompt_sequences == min(2, sequences)
+    assert executor.graphs == StepGraphs((1, 2), sizes, min(2, sequences))
     heard: list[StepRecord] = []
     knobs = Knobs(max_batch_size=2, token_budget=24, chunk_size=24)
     outputs, failures, _ = run(executor, requests, knobs, heard=heard)
     assert not failures and outputs == expected
     with_prompts = sum(step.prefill_tokens > 0 for step in heard)
     assert recorder.replayed.count(sizes[0]) < with_prompts
+    rows = [executor.graphs.rows_of(StepFeatures.of(step)) for step in heard]
+    assert recorder.replayed == [size for size in rows if size], "what predicts a step knows how it runs"
 
 
 @pytest.mark.slow
@@ -313,7 +316,7 @@ def test_prompts_that_cannot_be_recorded_leave_decodes_recorded(caplog: pytest.L
     expected = [reference(loaded, p, n) for p, n in requests]
     recorder = RefusesPrompts()
     executor = executor_of(loaded, ours(recorder, (8, 24)), max_batch_size=2, token_budget=24)
-    assert executor.prompt_sizes == () and executor.graph_sizes == (1, 2)
+    assert executor.graphs == StepGraphs((1, 2))
     assert "steps with prompts of test are not recorded: operation not permitted" in caplog.text
     outputs, failures, _ = run(executor, requests, Knobs(max_batch_size=2, token_budget=24, chunk_size=24))
     assert not failures and outputs == expected and set(recorder.replayed) <= {1, 2} and recorder.replayed
@@ -339,7 +342,7 @@ def test_a_prompt_that_is_not_finite_fails_alone_in_a_recorded_step() -> None:
 def test_plain_attention_records_no_prompts() -> None:
     recorder = Recorder()
     executor = executor_of(tiny(), plain(recorder), token_budget=64)
-    assert executor.prompt_sizes == () and executor.graph_sizes == (1, 2, 4, 5) and recorder.recorded == [5, 4, 2, 1]
+    assert executor.graphs == StepGraphs((1, 2, 4, 5)) and recorder.recorded == [5, 4, 2, 1]
 
 
 def test_for_how_many_tokens_steps_with_prompts_are_recorded() -> None:

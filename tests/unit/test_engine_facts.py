@@ -13,6 +13,7 @@ from autotune.engines.own import OwnSource
 from autotune.profiling.simulator import Simulator
 from autotune.workload import parse_workload
 from runtime import Engine
+from runtime.step_model import NO_GRAPHS, StepGraphs
 from tests.fakes import FakeExecutor, FakeModel
 from tests.unit.profiles import setup
 from tests.unit.simulated_profile import EVEN, profiled, scenario
@@ -36,6 +37,15 @@ def test_facts_name_the_model_with_the_context_in_force() -> None:
         model = engine.facts.model
         assert model is not None and (model.name, model.vocab_size, model.max_model_len) == ("fake", 257, 100)
     assert scenario().start().facts.model is None
+
+
+def test_the_steps_that_an_executor_has_recorded_are_a_fact_of_the_engine() -> None:
+    executor = FakeExecutor()
+    with Engine(FakeModel(), executor=executor, kv_tokens=4096) as engine:
+        assert engine.facts.graphs == NO_GRAPHS
+    executor.graphs = StepGraphs((1, 2, 4), (16, 32), 4)  # type: ignore[attr-defined]
+    with Engine(FakeModel(), executor=executor, kv_tokens=4096) as engine:
+        assert engine.facts.graphs == StepGraphs((1, 2, 4), (16, 32), 4)
 
 
 @pytest.mark.parametrize(

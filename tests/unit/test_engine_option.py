@@ -58,6 +58,7 @@ class EngineArgs:
     load_format: str = "auto"
     enforce_eager: bool = False
     block_size: int = 128
+    kv_cache_dtype: str = "auto"
     skip_tokenizer_init: bool = False
     scheduler_cls: object = None
     num_gpu_blocks_override: int | None = None
@@ -147,6 +148,19 @@ def loaded(*arguments: str, **options: Any) -> NamedVllm:
             ["--engine", "vllm", "--model", "./qwen", "--dtype", "float32", "--engine-arg", "dtype=bfloat16"],
             "--dtype is float32 and --engine-arg dtype is bfloat16; give one of them",
         ),
+        (
+            [
+                "--engine",
+                "vllm",
+                "--model",
+                "./qwen",
+                "--kv-cache-dtype",
+                "fp8",
+                "--engine-arg",
+                "kv_cache_dtype=fp8_e5m2",
+            ],
+            "--kv-cache-dtype is fp8 and --engine-arg kv_cache_dtype is fp8_e5m2; give one of them",
+        ),
     ],
 )
 def test_one_line_and_2(
@@ -198,6 +212,7 @@ def test_ceilings_are_as_wide_as_the_search_and_the_defaults_are_its_own(vllm: M
     )
     narrow = loaded("max_num_batched_tokens=256")
     assert narrow.limits == KnobLimits(max_batch_size=256, token_budget=256, chunk_size=256, draft_tokens=0)
+    assert loaded(kv_cache_dtype="fp8").options == {"kv_cache_dtype": "fp8"} and "kv_cache_dtype" not in narrow.options
     assert loaded("max_num_seqs=64").limits == KnobLimits(max_batch_size=64, draft_tokens=0)
 
 

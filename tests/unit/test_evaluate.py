@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autotune.measure.evaluate import MAX_DRAIN_S, EvaluationError, Interrupted, evaluate, offered
+from autotune.measure.evaluate import QUEUED_S, TOKEN_S, EvaluationError, Interrupted, evaluate, offered
 from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
@@ -159,6 +159,8 @@ def test_no_setting_leaves_the_knobs() -> None:
         (SLO(ttft_ms=500, tpot_ms=50, e2e_ms=800), 11, 0.8),
         (SLO(ttft_ms=500, itl_ms=20), 11, 0.7),
         (SLO(e2e_ms=200), 1000, 0.2),
+        (SLO(ttft_ms=500, itl_ms=20), 100, 2.48),
+        (SLO(ttft_ms=500, itl_ms=20), 101, math.inf),  # one of its hundred gaps may be as long as it likes
         (SLO(ttft_ms=500), 1, 0.5),
         (SLO(ttft_ms=500), 2, math.inf),
         (SLO(tpot_ms=50), 2, math.inf),
@@ -214,8 +216,41 @@ def test_answers_that_are_kept_for_a_minute_count_however_short_the_window() -> 
 def test_without_a_deadline_the_drain_is_cut_short() -> None:
     engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
     load = parse_workload("poisson:rate=5,prompt=10,output=400")
-    found = evaluate(engine, ROOMY, load, SLO.parse("ttft=1s"), vocab_size=10, seed=0, duration=4.0)
-    assert found.unfinished == found.offered and engine.clock.now() < 4.0 + MAX_DRAIN_S + 0.1
+    one_at_a_time = Knobs(1, 0, 8192, 8192)  # 36 s each
+    found = evaluate(engine, one_at_a_time, load, SLO.parse("ttft=1s"), vocab_size=10, seed=0, duration=4.0)
+    assert 0 < found.unfinished < found.offered and engine.clock.now() < 4.0 + QUEUED_S + 400 * TOKEN_S + 0.1
+
+
+@pytest.mark.parametrize("slo", ["ttft=1s", "tpot=100ms", "tpot=100ms,e2e=1000s"])
+def test_without_a_deadline_a_long_answer_has_time(slo: str) -> None:
+    """400 tokens at 90 ms take 36 s."""
+    engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
+    load = parse_workload("poisson:rate=5,prompt=10,output=400")
+    found = evaluate(engine, ROOMY, load, SLO.parse(slo), vocab_size=10, seed=0, duration=4.0)
+    assert found.met == found.offered > 10
+
+
+def test_a_class_without_a_deadline_takes_none_from_the_others() -> None:
+    """Two of 40 answers of 9 s at once: the last is there after three minutes, which batch's E2E allows."""
+    load = parse_workload("chat=fixed:prompt=10,output=100@0.5+batch=fixed:prompt=10,output=100@0.5").at_rate(5)
+    slos = {"chat": SLO(ttft_ms=90_000), "batch": SLO(e2e_ms=400_000)}
+    engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
+    found = evaluate(engine, Knobs(2, 0, 64, 64), load, slos, vocab_size=10, seed=0, duration=8.0)
+    assert found.classes["batch"].met == found.classes["batch"].offered > 10
+
+
+def test_a_class_without_an_slo_is_named_before_anything_is_sent() -> None:
+    engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
+    with pytest.raises(ValueError, match="no SLO for class"):
+        evaluate(engine, ROOMY, TwoClasses(), {"chat": SLO(ttft_ms=200)}, vocab_size=10, seed=0, duration=4.0)  # type: ignore[arg-type]
+    assert engine.clock.now() == 0 and engine.view().running == engine.view().waiting == 0
+
+
+def test_a_request_that_is_refused_ends_the_measurement_and_leaves_nothing_running() -> None:
+    with paced() as engine:
+        with pytest.raises(EvaluationError, match=r"request \d+ of the workload is refused: prompt \(\d+ tokens\)"):
+            measure(engine, workload="poisson:rate=50,prompt=900~2,output=40", duration=3.0)
+        assert engine.view().running == engine.view().waiting == 0
 
 
 class Steady:

@@ -35,7 +35,8 @@ def note(export: Export, name: str) -> str:
 def test_everything_sglang_gets() -> None:
     export = made("sglang", kv_blocks=8192)
     assert export.written == {
-        "model-path": "meta-llama/Llama-3.1-8B", "context-length": 131072, "dtype": "bfloat16", "max-total-tokens": 131072,
+        "model-path": "meta-llama/Llama-3.1-8B", "context-length": 131072, "dtype": "bfloat16", "kv-cache-dtype": "auto",
+        "max-total-tokens": 131072,
         "disable-radix-cache": False, "tp-size": 1, "max-running-requests": 24, "chunked-prefill-size": 192,
         "max-prefill-tokens": 192, "enable-mixed-chunk": True,
     }  # fmt: skip
@@ -58,8 +59,8 @@ def test_everything_tensorrt_llm_gets() -> None:
     export = made("tensorrt-llm", kv_blocks=8192)
     assert yaml.safe_load(export.text(Path("x.yaml"))) == {
         "model": "meta-llama/Llama-3.1-8B", "max_seq_len": 131072, "dtype": "bfloat16", "tensor_parallel_size": 1,
-        "kv_cache_config": {"max_tokens": 131072, "enable_block_reuse": True}, "max_batch_size": 24, "max_num_tokens": 192,
-        "enable_chunked_prefill": True,
+        "kv_cache_config": {"dtype": "auto", "max_tokens": 131072, "enable_block_reuse": True}, "max_batch_size": 24,
+        "max_num_tokens": 192, "enable_chunked_prefill": True,
     }  # fmt: skip
     assert any(line.startswith("chunk_size 128 tokens is approximate: TensorRT-LLM cuts") for line in export.reports)
     assert export.command(Path("x.yaml")) == "trtllm-serve meta-llama/Llama-3.1-8B --extra_llm_api_options x.yaml"
@@ -124,7 +125,9 @@ def test_a_language_models_setting_for_batchers_of_calls() -> None:
             line.startswith("max_batch_size 24 sequences is approximate: ") and "a batch of" in line for line in reports
         )
         assert any(line.startswith("token_budget 192 tokens is dropped") for line in reports)
-        assert any(line.startswith("model, max_model_len, dtype, kv_pool") for line in reports), "on one line"
+        assert any(line.startswith("model, max_model_len, dtype, kv_cache_dtype, kv_pool") for line in reports), (
+            "on one line"
+        )
 
 
 @pytest.mark.parametrize("to", ["triton", "ray-serve"])

@@ -31,6 +31,7 @@ def test_everything_it_writes() -> None:
         "model": "meta-llama/Llama-3.1-8B",
         "max-model-len": 131072,
         "dtype": "bfloat16",
+        "kv-cache-dtype": "auto",
         "gpu-memory-utilization": 0.87,
         "enable-prefix-caching": True,
         "tensor-parallel-size": 1,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_truth import ALL, BASE, COARSE, LADDER, Flags, Truth, load, names, simulated_engine
-from benchmarks.gpu_truth.truth import alike
+from benchmarks.gpu_truth import ALL, BASE, COARSE, LADDER, RECORDED, Flags, Truth, load, names, simulated_engine
+from benchmarks.gpu_truth.truth import PROMPTS, alike
 from runtime.errors import InputError
 from runtime.records import StepRecord
 from runtime.request import SamplingParams
-from runtime.step_model import StepFeatures
+from runtime.step_model import StepFeatures, StepGraphs
 
 pytestmark = pytest.mark.unit
 
@@ -95,9 +95,14 @@ def test_decodes_are_as_wide_as_the_next_graph_and_not_beyond_the_ladder() -> No
     fine, mixed = load(name, Flags(pad=LADDER)), [(0, 100)]
     assert bare.step_seconds(65, context) < fine.step_seconds(65, context) < padded.step_seconds(65, context)
     assert padded.step_seconds(65, context, mixed) == bare.step_seconds(65, context, mixed)
-    assert load(name, Flags(pad=COARSE, pad_mixed=True)).step_seconds(65, context, mixed) > bare.step_seconds(
-        65, context, mixed
+    whole = Flags(pad_prompts=COARSE, mixed_s=4e-3)
+    assert load(name, whole).step_seconds(28, 28_000, mixed) == bare.step_seconds(28, 28_000, mixed), (
+        "128 tokens, recorded"
     )
+    assert load(name, whole).step_seconds(65, context, mixed) > bare.step_seconds(65, context, mixed)
+    beyond = load(name, whole).step_seconds(65, context, [(0, 600)])
+    assert beyond == pytest.approx(bare.step_seconds(65, context, [(0, 600)]) + 4e-3)
+    assert RECORDED.graphs == StepGraphs(LADDER, PROMPTS, 256) and ALL.graphs == StepGraphs(LADDER)
 
 
 def test_steps_with_prompts_cost_more_by_their_flags_and_others_do_not() -> None:
@@ -118,6 +123,9 @@ def test_all_reduces_without_graphs_and_keys_in_a_row_take_longer() -> None:
     name = "h100-mixtral-8x7b-tp2"
     assert seconds(name, Flags(eager_comm=True), chunks=chunk) > seconds(name, BARE, chunks=chunk)
     assert seconds(name, Flags(eager_comm=True)) == seconds(name, BARE)
+    whole = sum(count for _, count in chunk) + 1
+    graphs = Flags(eager_comm=True, pad_prompts=(whole,))
+    assert seconds(name, graphs, decodes=1, chunks=chunk) == seconds(name, BARE, decodes=1, chunks=chunk), "recorded"
     behind = [(30_000, 64)]
     assert seconds(name, Flags(kv_split=True), chunks=behind) < seconds(name, BARE, chunks=behind)
 
@@ -130,6 +138,7 @@ def test_all_reduces_without_graphs_and_keys_in_a_row_take_longer() -> None:
         ({"mixed_kv": 0.5}, "mixed_kv is 0.5; it must be a number of at least 1"),
         ({"pad": (8, 4)}, r"pad is \(8, 4\); it must be batch sizes"),
         ({"pad": (0, 4)}, "pad is"),
+        ({"pad_prompts": (32, 16)}, r"pad_prompts is \(32, 16\); it must be"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(flags: dict[str, Any], words: str) -> None:

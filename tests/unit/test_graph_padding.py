@@ -23,15 +23,15 @@ from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
 from runtime.records import LimitedBy, StepRecord
 from runtime.request import SamplingParams
-from runtime.step_model import TERMS, Knowledge, StepFeatures, StepLearner, Term
+from runtime.step_model import NO_GRAPHS, TERMS, Knowledge, StepFeatures, StepGraphs, StepLearner, Term
 from runtime.torch_backend.resident import batch_ladder
 from tests.building import step_points
 from tests.sample_profile import full_profile, sample_cost_model
 
-LADDER = batch_ladder(256)
+LADDER = StepGraphs(batch_ladder(256))
 
 
-def padded(decodes: int, ladder: tuple[int, ...] = LADDER) -> int:
+def padded(decodes: int, ladder: tuple[int, ...] = LADDER.decodes) -> int:
     return next((size for size in ladder if size >= decodes), decodes)
 
 
@@ -63,11 +63,11 @@ def off(predict: Callable[[StepFeatures], float]) -> float:
 
 
 def test_a_fit_that_knows_the_ladder_knows_what_padding_and_eager_steps_cost() -> None:
-    model = fit_cost_model(points(), graph_sizes=LADDER)
+    model = fit_cost_model(points(), graphs=LADDER)
     assert off(model.predict) < 0.01 < 0.05 < off(fit_cost_model(points()).predict)
     found = model.facts.coefficients
     assert found["prompt_s"] + found["chunk_s"] == pytest.approx(3e-3, rel=0.1), "each of these steps has one chunk"
-    assert model.facts.graph_sizes == LADDER
+    assert model.facts.graphs == LADDER
 
 
 def learned(learner: StepLearner) -> StepLearner:
@@ -77,7 +77,7 @@ def learned(learner: StepLearner) -> StepLearner:
 
 
 def test_the_online_learner_knows_what_padding_costs_too() -> None:
-    blind, knows = learned(StepLearner()), learned(StepLearner(graph_sizes=LADDER))
+    blind, knows = learned(StepLearner()), learned(StepLearner(graphs=LADDER))
     assert off(knows.predict) < 0.01 < 0.03 < off(blind.predict)
     context = 65 * 500
     five, eight = StepFeatures(65, context, 0, 0, 0), StepFeatures(80, context, 0, 0, 0)
@@ -90,12 +90,12 @@ def test_the_online_learner_knows_what_padding_costs_too() -> None:
 
 
 def test_a_warm_start_begins_with_it() -> None:
-    knowledge = fit_cost_model(points(), graph_sizes=LADDER).facts.learner
+    knowledge = fit_cost_model(points(), graphs=LADDER).facts.learner
     assert knowledge is not None
     known = Knowledge(
         knowledge.unit_s, knowledge.decode, knowledge.decode_covariance, knowledge.mixed, knowledge.mixed_covariance
     )
-    assert off(StepLearner.warm_start(known, graph_sizes=LADDER).predict) < 0.01
+    assert off(StepLearner.warm_start(known, graphs=LADDER).predict) < 0.01
     assert off(StepLearner.warm_start(known).predict) > 0.03, "on an engine that records none, rows are decodes"
 
 
@@ -107,7 +107,7 @@ def test_an_input_of_the_learner_that_is_of_computed_tokens_is_padded(monkeypatc
         with monkeypatch.context() as patched:
             patched.setitem(TERMS, term.name, term)
             known = Knowledge(1.0, [0.0, 0.0, 0.0, 1.0], _eye(4), [0.0, 0.0, 0.0, 0.0, 0.0, 1.0], _eye(6))
-            learner = StepLearner.warm_start(known, graph_sizes=LADDER)
+            learner = StepLearner.warm_start(known, graphs=LADDER)
             assert learner.predict(StepFeatures(65, 900, 0, 0, 0)) == pytest.approx(amount)
             assert learner.predict(StepFeatures(65, 900, 10, 10, 55, 1)) == pytest.approx(65 + 10 * (amount == 80))
             assert learner.most_prefill(70, 900, 69.0) == pytest.approx(-1.0), "beside prompts, seventy are seventy"
@@ -118,17 +118,17 @@ def _eye(size: int) -> list[list[float]]:
 
 
 def test_a_controller_is_given_the_ladder_of_its_engine(tmp_path: Path) -> None:
-    model = fit_cost_model(points(), graph_sizes=LADDER)
+    model = fit_cost_model(points(), graphs=LADDER)
     save_profile(full_profile(cost_model=model.facts), tmp_path / "p.yaml")
     for given in (None, load_profile(tmp_path / "p.yaml")):
-        engine = SimulatedEngine(model, kv_tokens=1 << 16, graph_sizes=LADDER)
+        engine = SimulatedEngine(model, kv_tokens=1 << 16, graphs=LADDER)
         with control(engine, slo="tpot=50ms", profile=given) as attached:  # type: ignore[arg-type]
             made = attached.controller
-            assert isinstance(made, PredictiveController) and made.model.graph_sizes == LADDER
+            assert isinstance(made, PredictiveController) and made.model.graphs == LADDER
 
 
 def test_a_learner_that_begins_again_still_knows_the_ladder() -> None:
-    made = TrustedModel(StepLearner(graph_sizes=LADDER))
+    made = TrustedModel(StepLearner(graphs=LADDER))
     first, now = made.model, 0.0
     for at, step in enumerate(steps(2000, seed=3)):
         seconds = hardware(step) * (10 if at % 2 else 0.1)  # no model says that
@@ -140,11 +140,11 @@ def test_a_learner_that_begins_again_still_knows_the_ladder() -> None:
             )
         )  # fmt: skip
         now += seconds
-    assert made.model is not first and made.model.graph_sizes == LADDER
+    assert made.model is not first and made.model.graphs == LADDER
 
 
 def test_a_step_takes_as_long_as_one_of_the_next_size() -> None:
-    model = fit_cost_model(points(), graph_sizes=LADDER)
+    model = fit_cost_model(points(), graphs=LADDER)
 
     def seconds(decodes: int, prompt: int = 0) -> float:
         known = model.facts.coefficients["decode_s"] * decodes  # what rows cost the host is not padded
@@ -166,11 +166,11 @@ def test_a_run_of_steps_takes_what_its_steps_take(family: str, decodes: int) -> 
     if family == "sum":
         del values["weights_s"]
     zeros = tuple((0.0,) * len(values) for _ in values)
-    facts = sample_cost_model(family=family, coefficients=values, covariance=zeros, graph_sizes=LADDER)
+    facts = sample_cost_model(family=family, coefficients=values, covariance=zeros, graphs=LADDER)
     model = CostModel(facts)
     run = model.predict_run(decodes, 5000, 4)
     assert run == [model.predict(StepFeatures(decodes, 5000 + i * decodes, 0, 0, 0)) for i in range(4)]
-    assert model.scaled(compute=2.0).facts.graph_sizes == LADDER == model.serving().facts.graph_sizes
+    assert model.scaled(compute=2.0).facts.graphs == LADDER == model.serving().facts.graphs
     assert (run == CostModel(facts.model_copy(update={"graph_sizes": ()})).predict_run(decodes, 5000, 4)) == (
         padded(decodes) == decodes
     )
@@ -178,8 +178,8 @@ def test_a_run_of_steps_takes_what_its_steps_take(family: str, decodes: int) -> 
 
 def test_the_simulator_pads() -> None:
     """Five sequences that decode take as long as eight with the same context would."""
-    model = fit_cost_model(points(), graph_sizes=LADDER)
-    engine = SimulatedEngine(model, kv_tokens=1 << 16, graph_sizes=LADDER)
+    model = fit_cost_model(points(), graphs=LADDER)
+    engine = SimulatedEngine(model, kv_tokens=1 << 16, graphs=LADDER)
     seen: list[tuple[StepFeatures, float]] = []
 
     class Listener:
@@ -194,25 +194,25 @@ def test_the_simulator_pads() -> None:
         engine.submit(range(1000 * i, 1000 * i + 40), SamplingParams(max_tokens=20))
     engine.run()
     alone = [(step, seconds) for step, seconds in seen if step.decodes == 5 and not step.chunks]
-    assert len(alone) > 10 and engine.facts.graph_sizes == LADDER
+    assert len(alone) > 10 and engine.facts.graphs == LADDER
     host = model.facts.coefficients["decode_s"]
     for step, seconds in alone:
         assert seconds == pytest.approx(model.predict(step._replace(decodes=8)) - 3 * host, rel=1e-9)
 
 
 def test_a_profile_keeps_the_ladder_and_one_without_it_reads_as_before(tmp_path: Path) -> None:
-    model = fit_cost_model(points(), graph_sizes=LADDER)
+    model = fit_cost_model(points(), graphs=LADDER)
     save_profile(full_profile(cost_model=model.facts), tmp_path / "p.yaml")
     read = load_profile(tmp_path / "p.yaml")
     assert read.cost_model == model.facts
     assert serving_cost(read).predict(StepFeatures(65, 9000, 0, 0, 0)) == model.serving().predict(
         StepFeatures(65, 9000, 0, 0, 0)
     )
-    assert Scenario.of(read).start().facts.graph_sizes == LADDER
+    assert Scenario.of(read).start().facts.graphs == LADDER
     save_profile(full_profile(), tmp_path / "old.yaml")
     assert "graph_sizes" not in (tmp_path / "old.yaml").read_text(), "versions that know of none read it"
     old = load_profile(tmp_path / "old.yaml")
-    assert old.cost_model is not None and old.cost_model.graph_sizes == ()
+    assert old.cost_model is not None and old.cost_model.graphs == NO_GRAPHS
     assert cost_name(model) != cost_name(CostModel(model.facts.model_copy(update={"graph_sizes": ()})))
 
 

@@ -12,6 +12,7 @@ from tests.tiers import slow_but_for
 from tests.unit.kernels import DEVICE, ROUNDING, close, poisoned, randn
 
 from runtime.torch_backend.cuda.rope import rope_and_write  # isort: skip
+from runtime.torch_backend.kv_pool import fp8_bytes
 
 SLOTS = 40
 
@@ -100,7 +101,7 @@ def test_views_of_a_merged_projection() -> None:
 
 
 def test_writing_8_bits_rounds_as_torch_does() -> None:
-    """Every float16 number as a value: normal and subnormal, ties, beyond the largest, infinities and NaN."""
+    """Every float16 number as a value: normal and subnormal, ties, beyond the largest, infinities (which become NaN) and NaN."""
     value = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16).view(torch.float16)
     value = torch.where(value.isnan(), torch.nan, value).view(1, 16, 4096)  # quiet ones, which raise no warning
     key = torch.zeros(1, 16, 2, device=DEVICE, dtype=torch.float16)
@@ -120,8 +121,11 @@ def test_writing_8_bits_rounds_as_torch_does() -> None:
         key_scale=scales[0],
         value_scale=scales[1],
     )
-    expected = (value[0].float() / scales[1][:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    scaled = value[0].float() / scales[1][:, None]
+    expected = scaled.clamp(-448, 448).masked_fill(scaled.isinf(), torch.nan).to(torch.float8_e4m3fn).float()
     assert torch.equal(values[1].float().nan_to_num(1e9), expected.nan_to_num(1e9))
+    ours = fp8_bytes(value, scales[1])[0].view(torch.float8_e4m3fn).float()
+    assert torch.equal(ours.nan_to_num(1e9), expected.nan_to_num(1e9)), "the write of layers that are not fused"
     assert (values[0].float() == 0).all()
 
 

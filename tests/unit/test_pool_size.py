@@ -19,6 +19,7 @@ from runtime.errors import ModelError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.request import SamplingParams, Sequence
+from runtime.step_model import StepGraphs
 from runtime.torch_backend import backends, kv_pool
 from runtime.torch_backend.attention import AttentionBackend
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
@@ -310,7 +311,7 @@ def test_the_pool_leaves_room_for_all_graphs(with_prompts: bool, monkeypatch: py
         tables = 8 * 6 * (loaded.max_model_len // 16)
         graphs = 100 * block + 3 * 5 * block + tables + with_prompts * (30 * block + tables)
         assert engine.facts.kv_tokens == int((948 * block - graphs) * (1 - MARGIN)) // block * 16
-        assert engine.facts.graph_sizes == (1, 2, 4, 6)
+        assert engine.facts.graphs == StepGraphs((1, 2, 4, 6), tuple(prompts), 6 if prompts else 0)
         made = [6, 6, 4, 1, *reversed(prompts), 6, 4, 2, 1, *reversed(prompts)]
         assert recorder.recorded == made and not device.says and device.pools_left == 0
         for knobs in (Knobs(5, 0, 24, 12), Knobs(2, 0, 9, 3)):

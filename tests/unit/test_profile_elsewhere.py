@@ -16,7 +16,9 @@ from autotune.profile import Profile, find_profile, save_profile, shipped_profil
 from autotune.profile.fingerprint import machine, recorded_otherwise
 from autotune.profile.schema import schema_text
 from runtime.errors import InputError
+from runtime.knobs import KnobLimits
 from runtime.slo import SLO
+from runtime.step_model import StepGraphs
 from runtime.tunable import Capabilities, ModelInfo
 from tests.sample_profile import full_profile, sample_cost_model, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
@@ -80,9 +82,10 @@ def test_control_warns_of_another_engine_and_version(tmp_path: Path, name: str, 
         control(engine, slo=TARGET, profile=path).close()
 
 
-def with_graphs(*sizes: int, slots: int = 256) -> Profile:
+def with_graphs(*sizes: int, prompts: tuple[int, ...] = (), sequences: int = 256, slots: int = 256) -> Profile:
+    graphs = StepGraphs(sizes, prompts, sequences * bool(prompts))
     made = sample_profile(
-        machine=machine(), model=sample_model(name="tiny"), cost_model=sample_cost_model(graph_sizes=sizes)
+        machine=machine(), model=sample_model(name="tiny"), cost_model=sample_cost_model(graphs=graphs)
     )
     limits = replace(made.engine.limits, max_batch_size=slots)
     return made.model_copy(update={"engine": made.engine.model_copy(update={"limits": limits})})
@@ -109,7 +112,7 @@ def test_control_warns_of_other_recorded_steps(
     path = tmp_path / "graphs.yaml"
     save_profile(with_graphs(*then), path)
     engine = engine_of("tiny")
-    engine._facts = replace(engine.facts, graph_sizes=now)
+    engine._facts = replace(engine.facts, graphs=StepGraphs(now))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         control(engine, slo=TARGET, profile=path).close()
@@ -120,15 +123,57 @@ def test_control_warns_of_other_recorded_steps(
         assert not told
 
 
+def within(slots: int, tokens: int = 8192) -> KnobLimits:
+    return KnobLimits(max_batch_size=slots, token_budget=tokens)
+
+
 def test_only_steps_that_both_can_make_count() -> None:
-    assert recorded_otherwise(with_graphs(1, 2, 4), (1, 2), slots=2) == ""
-    assert recorded_otherwise(with_graphs(1, 2, 4), (1, 2), slots=3) != ""
-    assert recorded_otherwise(with_graphs(1, 2, slots=2), (1, 2, 4), slots=256) == ""
-    assert recorded_otherwise(with_graphs(96, 112), (96, 100), slots=100) == "", "the last size is a ceiling"
-    assert "as 112 rows there and run as 97 rows here" in recorded_otherwise(
-        with_graphs(96, 112), (96, 97, 98), slots=100
+    assert recorded_otherwise(with_graphs(1, 2, 4), StepGraphs((1, 2)), within(2)) == ""
+    assert recorded_otherwise(with_graphs(1, 2, 4), StepGraphs((1, 2)), within(3)) != ""
+    assert recorded_otherwise(with_graphs(1, 2, slots=2), StepGraphs((1, 2, 4)), within(256)) == ""
+    assert recorded_otherwise(with_graphs(96, 112), StepGraphs((96, 100)), within(100)) == "", (
+        "the last size is a ceiling"
     )
-    assert recorded_otherwise(sample_profile(), (1, 2, 4), slots=256) == "", "it has no cost model"
+    assert "as 112 rows there and run as 97 rows here" in recorded_otherwise(
+        with_graphs(96, 112), StepGraphs((96, 97, 98)), within(100)
+    )
+    assert recorded_otherwise(sample_profile(), StepGraphs((1, 2, 4)), within(256)) == "", "it has no cost model"
+
+
+OURS = "CUDA graphs of 3 sizes up to 64 tokens and 256 sequences of steps with prompts"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sequences", "slots", "tokens", "said"),
+    [
+        ((16, 32, 64), 256, 256, 8192, ""),
+        ((16, 32, 60), 256, 256, 8192, "a step of 61 tokens with a prompt ran as 64 rows there and runs launch by launch here"),
+        ((16, 32, 60), 256, 256, 60, ""),
+        ((16, 32, 48, 64), 256, 256, 8192, "a step of 33 tokens with a prompt ran as 64 rows there and runs as 48 rows here"),
+        ((), 0, 256, 8192, f"profile was measured with {OURS}, this engine has no CUDA graphs of steps with prompts: a step "
+                           "of 1 token with a prompt ran as 16 rows there and runs launch by launch here"),
+        ((16, 32, 64), 100, 256, 8192, f"profile was measured with {OURS}, this engine has CUDA graphs of 3 sizes up to 64 "
+                                       "tokens and 100 sequences of steps with prompts"),
+        ((16, 32, 64), 100, 100, 8192, ""),
+    ],
+)  # fmt: skip
+def test_steps_with_prompts_that_are_recorded_otherwise_are_named(
+    prompts: tuple[int, ...], sequences: int, slots: int, tokens: int, said: str
+) -> None:
+    profile = with_graphs(1, 2, 4, prompts=(16, 32, 64))
+    found = recorded_otherwise(profile, StepGraphs((1, 2, 4), prompts, sequences), within(slots, tokens))
+    assert said in found and bool(said) == bool(found)
+
+
+def test_a_profile_from_before_prompts_were_a_fact_is_said_to_know_nothing_of_them() -> None:
+    now = StepGraphs((1, 2, 4), (16, 32, 64), 256)
+    assert recorded_otherwise(with_graphs(1, 2, 4), now, within(256)) == (
+        f"profile knows of no recorded steps with prompts, this engine has {OURS}"
+    )
+    both = recorded_otherwise(with_graphs(1, 2), now, within(256))
+    assert (
+        both.startswith("profile was measured with CUDA graphs of 2 sizes") and "; profile knows of no recorded" in both
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from autotune.profiling.stages.candidates import around
 from autotune.profiling.stages.engine_validation import EngineValidation
 from autotune.simulate import SimulatedEngine
 from benchmarks.controller.hardware import h200
-from runtime.step_model import StepFeatures
+from runtime.step_model import NO_GRAPHS, StepFeatures
 from tests.unit.jitter_cases import STALLS
 from tests.unit.profiled_machine import LIMITS, SCHEDULE, Padded, changed, machine, question
 from tests.unit.profiles import SMALL, run, setup
@@ -140,7 +140,7 @@ def test_a_machine_of_another_speed_is_told_from_a_wrong_cost_model(speed: float
 
 
 def test_steps_of_a_kind_are_one_point_at_their_mean() -> None:
-    (one,) = merged([seen(16, 0.010, 10), seen(16, 0.020, 30)])
+    (one,) = merged([seen(16, 0.010, 10), seen(16, 0.020, 30)], NO_GRAPHS)
     assert one.seconds == pytest.approx(0.0175) and one.repeats == 40 and one.decodes == 16
 
 

@@ -1,4 +1,4 @@
-"""For how many rows vLLM has CUDA graphs, by its configuration. ``test_vllm_agrees`` asks vLLM's own dispatcher."""
+"""Which steps vLLM has CUDA graphs for, by its configuration. ``test_vllm_agrees`` asks vLLM's own dispatcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from autotune.engines.vllm.model import graph_sizes_of
+from autotune.engines.vllm.model import graphs_of
+from runtime.step_model import NO_GRAPHS
 
 
 class Mode(Enum):
@@ -28,14 +29,14 @@ def config(
         compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=sizes),
         model_config=SimpleNamespace(enforce_eager=more.get("eager", False)),
         device_config=SimpleNamespace(device_type=more.get("device", "cuda")),
-        scheduler_config=SimpleNamespace(max_num_seqs=slots),
+        scheduler_config=SimpleNamespace(max_num_seqs=slots, max_num_batched_tokens=more.get("budget", 8)),
     )
 
 
 @pytest.mark.parametrize("mode", [mode for mode in Mode if mode is not Mode.NONE])
 def test_the_sizes_that_vllm_captures(mode: Mode) -> None:
-    assert graph_sizes_of(config(mode)) == (1, 2, 4, 8)
-    assert graph_sizes_of(config(mode, [8, 2, 2, 1])) == (1, 2, 8), "in ascending order, each once"
+    assert graphs_of(config(mode)).decodes == (1, 2, 4, 8)
+    assert graphs_of(config(mode, [8, 2, 2, 1])).decodes == (1, 2, 8), "in ascending order, each once"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,23 @@ def test_the_sizes_that_vllm_captures(mode: Mode) -> None:
     ],
 )
 def test_no_further_than_decodes_go(mode: Mode, slots: int, read: tuple[int, ...]) -> None:
-    assert graph_sizes_of(config(mode, slots=slots)) == read
+    assert graphs_of(config(mode, slots=slots)).decodes == read
+
+
+@pytest.mark.parametrize(
+    ("mode", "budget", "read"),
+    [
+        (Mode.FULL_AND_PIECEWISE, 6, (1, 2, 4, 8)),
+        (Mode.PIECEWISE, 4, (1, 2, 4)),  # no step holds five tokens
+        (Mode.FULL, 100, (1, 2, 4, 8)),
+        (Mode.FULL_DECODE_ONLY, 100, ()),
+    ],
+)
+def test_steps_with_prompts_are_padded_to_them_too_unless_decodes_alone_are_captured(
+    mode: Mode, budget: int, read: tuple[int, ...]
+) -> None:
+    found = graphs_of(config(mode, slots=3, budget=budget))
+    assert found.prompts == read and found.sequences == (3 if read else 0)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +84,4 @@ def test_no_further_than_decodes_go(mode: Mode, slots: int, read: tuple[int, ...
     ],
 )
 def test_none_where_nothing_is_captured(none: SimpleNamespace) -> None:
-    assert graph_sizes_of(none) == ()
+    assert graphs_of(none) == NO_GRAPHS

@@ -235,7 +235,8 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
     with pytest.raises(SystemExit):
         run([
             "serve", "./m", "--engine", "vllm", "--slo", "ttft=500ms", "--token-budget", "64", "--port", "9000",
-            "--decisions", "d.jsonl", "--grace", "2.5", "--class", "chat:ttft=300ms", "--", "--enforce-eager",
+            "--decisions", "d.jsonl", "--grace", "2.5", "--kv-cache-dtype", "fp8",
+            "--class", "chat:ttft=300ms", "--", "--enforce-eager",
         ])  # fmt: skip
     ((program, words),) = ran
     assert words[0] == program and words[-1] == "--enforce-eager"
@@ -244,6 +245,7 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
         "slo": "ttft=500ms@99%", "classes": ["chat:ttft=300ms"], "log": str(log), "pinned": {"token_budget": 64},
     }  # fmt: skip
     assert words[words.index("--shutdown-timeout") + 1] == "3" and words[words.index("--port") + 1] == "9000"
+    assert words[words.index("--kv-cache-dtype") + 1] == "fp8"
     assert not {"--max-num-seqs", "--max-num-batched-tokens", "--dtype", "--seed"} & {*words}, "left to vLLM"
     printed = capsys.readouterr().err
     assert printed.startswith("vllm serve ./m --scheduler-cls") and printed.endswith("--enforce-eager\n")
@@ -262,7 +264,7 @@ def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran,
     assert words[words.index("--max-num-batched-tokens") + 1] == str(measured.engine.limits.token_budget)
     section = json.loads(words[words.index("--additional-config") + 1])["autotune"]
     assert section == {"slo": str(measured.slo), "profile": str((tmp_path / "p.yaml").resolve())}
-    assert words[words.index("--dtype") + 1] == measured.model.dtype
+    assert words[words.index("--dtype") + 1] == measured.model.dtype and "--kv-cache-dtype" not in words
     last = ["--enforce-eager", "--no-enable-prefix-caching", "--load-format", "dummy"]
     assert words[-4:] == last if name == "vllm" else not {*words} & {*last}
 

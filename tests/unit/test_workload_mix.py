@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.workload import named_options, parse_workload
+from autotune.workload import at_length_scale, named_options, parse_workload
 from runtime.errors import InputError
 
 TWO = "chat=azure-conv@0.8+batch=poisson:prompt=900,output=100@0.2"
@@ -104,3 +104,17 @@ def test_a_mix_that_cannot_be_read_says_why(text: str, message: str) -> None:
     with pytest.raises(InputError) as found:
         parse_workload(text)
     assert f'workload "{text}": ' in str(found.value) and message in str(found.value)
+
+
+def test_a_scale_goes_to_parts_that_bring_none() -> None:
+    one, other = "poisson:prompt=512,output=64", "poisson:prompt=512,output=64,length=1/8"
+
+    def prompts(text: str, scale: float) -> dict[str, int]:
+        return {
+            a.request_class: a.prompt_tokens for a in at_length_scale(parse_workload(text), scale).arrivals(0, limit=40)
+        }
+
+    assert prompts(f"a={one}@0.5+b={other}@0.5", 1 / 4) == {"a": 128, "b": 64}
+    assert prompts(f"a={other}@0.5+b={other}@0.5", 1 / 4) == {"a": 64, "b": 64}
+    assert prompts(f"a={one}@0.5+b={one}@0.5", 1 / 4) == {"a": 128, "b": 128}
+    assert prompts("poisson:prompt=512,output=64,length=1", 1 / 4) == {"default": 512}

@@ -152,6 +152,7 @@ def serve(requested: ToServe) -> NoReturn:
                 "--host": requested.host,
                 "--port": requested.port,
                 "--dtype": requested.dtype,
+                "--kv-cache-dtype": None if requested.kv_cache_dtype == "auto" else requested.kv_cache_dtype,
                 "--max-model-len": requested.max_model_len,
                 "--served-model-name": requested.served_model_name,
                 "--seed": requested.seed or None,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Final
 
-from autotune.engines.vllm.model import graph_sizes_of, model_of
+from autotune.engines.vllm.model import graphs_of, model_of
 from autotune.engines.vllm.scheduler import Steered, unfit
 from autotune.engines.vllm.steering import GROWTH_RESERVE, Steering
 from runtime.clock import Clock
@@ -206,5 +206,5 @@ def facts_of(config: Any, steering: Steering) -> Facts:
         parallelism=config.parallel_config.world_size,
         model=model,
         version=str(vllm.__version__),
-        graph_sizes=graph_sizes_of(config),
+        graphs=graphs_of(config),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from runtime.step_model import NO_GRAPHS, StepGraphs
 from runtime.tunable import Capabilities, ModelInfo
 
 CAPABILITIES = Capabilities.live(none=("draft_tokens",), fault_isolation=False)
@@ -30,6 +32,7 @@ def model_of(config: Any) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(config.device_config.device_type),
         kv_bytes_per_token=per_token,
+        kv_cache_dtype=str(cache.cache_dtype),
         random_weights=str(getattr(load.load_format, "value", load.load_format)) == "dummy",
     )
 
@@ -51,25 +54,31 @@ def budget_of(scheduler: Any) -> int:
     return int(min(most, getattr(scheduler, "max_num_scheduled_tokens", None) or most))
 
 
-def graph_sizes_of(config: Any) -> tuple[int, ...]:
-    """For how many rows vLLM has CUDA graphs for steps of decodes alone, ascending; empty where it has none: on a CPU, under
-    ``enforce_eager``, in a CUDA graph mode of ``NONE``.
+def graphs_of(config: Any) -> StepGraphs:
+    """The steps that vLLM has CUDA graphs for; none on a CPU, under ``enforce_eager``, in a CUDA graph mode of ``NONE``.
 
     To be asked when vLLM has started: its workers settle the mode when they know what their attention can do. Sizes to which no
-    step of as many decodes as may run is padded are left out. Graphs of decodes alone go no further than that many rows.
+    step of as many decodes, or tokens, as may run is padded are left out. Steps with prompts have graphs in all modes but
+    ``FULL_DECODE_ONLY``, of all or of what lies between two layers' attention. Graphs of decodes alone go no further than as many
+    rows as may run.
     """
     compilation = getattr(config, "compilation_config", None)
     mode = getattr(compilation, "cudagraph_mode", None)
     sizes = sorted({int(size) for size in getattr(compilation, "cudagraph_capture_sizes", None) or () if size > 0})
     name = getattr(mode, "name", None) or "NONE"
     if name == "NONE" or config.model_config.enforce_eager or config.device_config.device_type == "cpu":
-        return ()
+        return NO_GRAPHS
     slots = slots_of(config.scheduler_config)
-    below = [size for size in sizes if size < slots]
-    reaching = [size for size in sizes if size >= slots][:1]
+    decodes = _reaching(sizes, slots)
     if name == "FULL_DECODE_ONLY":
-        reaching = [size for size in reaching if size == slots]
-    return (*below, *reaching)
+        return StepGraphs(tuple(size for size in decodes if size <= slots))
+    prompts = _reaching(sizes, budget_of(config.scheduler_config))
+    return StepGraphs(decodes, prompts, slots if prompts else 0)
+
+
+def _reaching(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """Those of ``sizes`` up to the first that holds ``most``."""
+    return (*(size for size in sizes if size < most), *[size for size in sizes if size >= most][:1])
 
 
 def parameters_of(config: Any) -> int:

@@ -165,6 +165,7 @@ def load_vllm(
     device: str,
     seed: int,
     max_model_len: int | None,
+    kv_cache_dtype: str,
     arguments: Mapping[str, str],
 ) -> NamedVllm:
     """Read what vLLM makes of ``model`` and ``arguments``. Raises :class:`InputError`, one line, for what it cannot serve."""
@@ -178,8 +179,10 @@ def load_vllm(
     except Exception as error:
         raise InputError(f"--engine vllm: vLLM cannot be imported: {_brief(error)}") from None
     options = _options(arguments, [field.name for field in fields(arg_utils.EngineArgs)], version)
-    if dtype != "auto" and options.setdefault("dtype", dtype) != dtype:
-        raise InputError(f"--dtype is {dtype} and --engine-arg dtype is {options['dtype']}; give one of them")
+    for name, value in (("dtype", dtype), ("kv_cache_dtype", kv_cache_dtype)):
+        if value != "auto" and options.setdefault(name, value) != value:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"{option} is {value} and --engine-arg {name} is {options[name]}; give one of them")
     if max_model_len is not None:
         options.setdefault("max_model_len", max_model_len)
     limits = _ceilings(options)

@@ -23,6 +23,7 @@ def origins(evidence: Evidence) -> Section:
     threads = f", {machine.threads} threads" if machine.threads else ""
     weights = f"random weights, seed {model.seed}" if model.random_weights else "its own weights"
     seeds = listed(map(str, load.validation_seeds)) if load.validation_seeds else "none"
+    stored = "" if model.kv_cache_dtype == "auto" else f", kept in {model.kv_cache_dtype}"
     rows: list[tuple[str, str]] = [
         ("Command", profile.command),
         ("Made", f"{profile.created}, {profile.status}"),
@@ -32,7 +33,7 @@ def origins(evidence: Evidence) -> Section:
             f"{profile.software.transformers}, Python {profile.software.python}",
         ),
         ("Engine", f"{engine.name} {engine.version}; prefix cache {'on' if engine.prefix_cache else 'off'}"),
-        ("KV pool", f"{engine.kv_pool.tokens:,} tokens in blocks of {engine.kv_pool.block_size}"),
+        ("KV pool", f"{engine.kv_pool.tokens:,} tokens in blocks of {engine.kv_pool.block_size}{stored}"),
         ("Ceilings", ", ".join(f"{s.name} {getattr(engine.limits, s.name):,g}" for s in KNOBS)),
         ("GPU", f"{gpu.count} × {gpu.name}, {gpu.memory_gib:.0f} GiB, CUDA {gpu.cuda}" if gpu else "none used"),
         ("CPU", f"{machine.cpu}, {machine.cores} cores{threads}, {machine.memory_gib:.0f} GiB"),

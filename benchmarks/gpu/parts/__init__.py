@@ -30,6 +30,7 @@ PARTS: Final = (
     Part("switches-small", "The same, a small model", "switches", 120, "qwen3-0.6b"),
     Part("recorded-prompts", "Steps with prompts, recorded", "recorded_prompts", 180, "qwen3-0.6b"),
     Part("recorded-prompts-8b", "The same, a larger model", "recorded_prompts", 180, "qwen3-8b"),
+    Part("fp8-kv", "A KV pool of 8 bits", "fp8_kv", 420, "qwen3-0.6b", kernels=True),
     Part("knob-change", "Knobs turned in mid-run", "knob_change", 120, "qwen3-0.6b"),
     Part("fault-memory", "A step that runs out of memory", "fault_memory", 240),
     Part("fault-sticky", "A device that is lost", "fault_sticky", 240),

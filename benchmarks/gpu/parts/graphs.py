@@ -58,8 +58,8 @@ def _start(place: Place, loaded: LoadedModel) -> None:
     found = {
         "sizing_s": round(sized - begun, 2),
         "executor_s": round(time.perf_counter() - sized, 2),
-        "graphs": len(executor.graph_sizes),
-        "graphs_with_prompts": len(executor.prompt_sizes),
+        "graphs": len(executor.graphs.decodes),
+        "graphs_with_prompts": len(executor.graphs.prompts),
         "kv_tokens": blocks * _BLOCK,
         "free_gib": round(free_bytes(loaded) / 2**30, 3),
     }
@@ -72,7 +72,7 @@ def tokens_of(loaded: LoadedModel, batch: int, output: int, **options: Any) -> l
     """Of requests that begin together and end one after the other, so that the batch shrinks through all sizes."""
     blocks = batch * (-(-(100 + 2 * output) // 16) + 1)
     executor = TorchExecutor(loaded, kv_blocks=blocks, **options)
-    if options and loaded.device.type == "cuda" and not getattr(executor, "graph_sizes", ()):
+    if options and loaded.device.type == "cuda" and not getattr(executor, "graphs", ()):
         raise RuntimeError("no step was recorded")
     knobs, limits = Knobs(batch, 0, 4096, 4096), KnobLimits(max_batch_size=batch, token_budget=4096, chunk_size=4096)
     core = EngineCore(Scheduler(kv_blocks=blocks), executor, knobs=knobs, limits=limits, output=OutputProcessor())

@@ -49,7 +49,7 @@ def run(place: Place, model: str) -> None:
     for name, tokens in (("one by one", None), ("recorded", _MOST)):
         made: dict[str, Any] = {} if place.dry else {"max_batch_size": 1024, "token_budget": tokens, "backend": whole}
         executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=_BLOCK, **made)
-        if made and tokens and not executor.prompt_sizes:
+        if made and tokens and not executor.graphs.prompts:
             raise LeftOutError("no step with prompts was recorded")
         found = {}
         for step, given in steps.items():

@@ -34,7 +34,7 @@ def run(place: Place, argument: str) -> None:
         for dtype in ("float32",) if place.dry else ("float32", "bfloat16", "float16"):
             name = f"{kind} {dtype}"
             try:
-                place.keep(name, _tested(kind, fields, dtype, place))
+                place.keep(name, tested(kind, fields, dtype, place))
             except Exception as error:
                 failed.append(name)
                 place.keep(name, {"failed": f"{type(error).__name__}: {error}"})
@@ -42,10 +42,13 @@ def run(place: Place, argument: str) -> None:
         raise RuntimeError(f"self-tests failed: {', '.join(failed)}")
 
 
-def _tested(kind: str, fields: dict[str, Any], dtype: str, place: Place) -> dict[str, object]:
+def tested(
+    kind: str, fields: dict[str, Any], dtype: str, place: Place, kv_cache_dtype: str = "auto"
+) -> dict[str, object]:
+    """Raises where the self-test fails."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**_SHAPE, **fields})
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(place.device)
-    loaded = from_model(model)
+    loaded = from_model(model, kv_cache_dtype=kv_cache_dtype)
     self_test(loaded)
     return {"passed": True, "fused": any(isinstance(m, FusedLayer) for m in loaded.model.modules())}

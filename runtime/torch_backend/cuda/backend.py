@@ -66,11 +66,13 @@ class CUDAOperations(Operations):
         shapes = (*query.shape[1:], kv_heads, keys.shape, values.shape, keys.dtype, norm is None)
         if shapes in self._checked and len(query):
             rotate(
-                query, key, value, cos, sin, keys, values, slots, query_norm=query_norm, key_norm=key_norm, eps=eps, out=query
+                query, key, value, cos, sin, keys, values, slots, query_norm=query_norm, key_norm=key_norm, eps=eps, out=query,
+                key_scale=layer.key_scale, value_scale=layer.value_scale,
             )  # fmt: skip
         else:
             rope_and_write(
-                query, key, value, cos, sin, keys, values, slots, query_norm=query_norm, key_norm=key_norm, eps=eps
+                query, key, value, cos, sin, keys, values, slots, query_norm=query_norm, key_norm=key_norm, eps=eps,
+                key_scale=layer.key_scale, value_scale=layer.value_scale,
             )  # fmt: skip
             self._checked.add(shapes)
         return query, key, value
@@ -241,6 +243,11 @@ class PagedAttention:
         _, heads, dim = query.shape
         _, kv_heads, value_dim = layer.values.shape
         if max(dim, value_dim) > _MAX_DIM or heads // kv_heads > _MAX_GROUP:
+            if self.pool.fp8:
+                raise UnsupportedModelError(
+                    f"model with {heads} heads of {max(dim, value_dim)} on {kv_heads} KV heads: kv_cache_dtype is 'fp8'; it must "
+                    f"be auto: the kernel takes heads of at most {_MAX_DIM}, and {_MAX_GROUP} on a KV head"
+                )
             return self.plain.run(state.padded(), layer, query, key, value, terms)
         if query.stride(2) != 1:
             query = query.contiguous()
@@ -252,7 +259,7 @@ class PagedAttention:
         attention = attend if shapes in self._checked else paged_attention
         attention(
             query, keys, values, state.table, plan, block_size=self.pool.block_size, scale=terms.scale, window=terms.window,
-            softcap=terms.softcap, sinks=terms.sinks, out=out,
+            softcap=terms.softcap, sinks=terms.sinks, key_scale=layer.key_scale, value_scale=layer.value_scale, out=out,
         )  # fmt: skip
         self._checked.add(shapes)
         return out
@@ -265,5 +272,6 @@ CUDA = Backend(
     sampler=KernelSampler,
     record=record_decode,
     overlaps=True,
+    fp8=True,
     memory=CUDAMemory,
 )

@@ -2,7 +2,8 @@
 bias of 7, 3 of mantissa.
 
 Pools in it are handed to kernels as bytes. Chips from sm_89 on convert in hardware; older ones by integer operations, which
-the interpreter uses as well. No infinities; the largest number is 448, beyond which writing saturates.
+the interpreter uses as well. The largest number is 448, beyond which writing saturates. There are no infinities: they are written
+as NaN, so that what a step got wrong is found.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def decoded(byte, NATIVE: tl.constexpr):
 
 @triton.jit
 def encoded(x):
-    """e4m3 bytes (uint8) of float32, rounded to the nearest, ties to even; NaN stays NaN."""
+    """e4m3 bytes (uint8) of float32, rounded to the nearest, ties to even; NaN for what is not finite."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = tl.minimum(tl.abs(x), LARGEST)
@@ -38,4 +39,4 @@ def encoded(x):
     shifted = magnitude + 16384.0
     subnormal = shifted.to(tl.int32, bitcast=True) & 0xFF
     small = tl.where(magnitude < 0.015625, subnormal, normal)
-    return (sign | tl.where(x != x, 0x7F, small)).to(tl.uint8)
+    return (sign | tl.where((bits & 0x7FFFFFFF) >= 0x7F800000, 0x7F, small)).to(tl.uint8)

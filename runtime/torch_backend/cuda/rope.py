@@ -143,7 +143,7 @@ def rope_and_write(
     ``query_norm`` and ``key_norm [dim]``: RMS norms over each head, first. ``keys [slots, kv_heads, dim]`` and ``values
     [slots, kv_heads, value_dim]``: one layer of the pool; token t goes to ``slots[t]``, and nowhere if that is negative. For
     a pool of bytes (uint8 or float8_e4m3fn) keys and values are divided by ``key_scale`` and ``value_scale [kv_heads]``
-    (float32) and saturate at ±448.
+    (float32) and saturate at ±448; what is not finite becomes NaN.
 
     Returns the rotated queries: ``out``, by default ``query`` itself. All in float32 with one rounding. Raises
     ``ValueError`` for shapes that do not fit.

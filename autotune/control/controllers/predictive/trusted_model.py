@@ -66,7 +66,7 @@ class TrustedModel:
                 self.unsteady += 2
         self._untrusted = 0 if self.trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % constants.RELEARN == 0:
-            self.model = StepLearner(warm_up=0, graph_sizes=self.model.graph_sizes)
+            self.model = StepLearner(warm_up=0, graphs=self.model.graphs)
             self.slow = SlowRegion()
         self.model.observe(step, seconds, predicted)
         return seconds
