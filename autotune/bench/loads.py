@@ -80,7 +80,7 @@ def _lasts(workload: Workload, seed: int) -> float:
 
 
 def _own_rate(spec: str | None) -> float | None:
-    return None if spec is None else named_rate(spec)
+    return None if spec is None else named_rate(parse_workload(spec))
 
 
 def calibrated(

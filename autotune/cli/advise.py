@@ -93,6 +93,7 @@ def advise(
     def options(workload: str | None) -> shared.SimulationOptions:
         return shared.SimulationOptions(
             profile, workload=workload, slo=slo, classes=None, scale=None, kv_tokens=None, price=None, controller=None, knobs={},
+            requests=requests,
         )  # fmt: skip
 
     options(None)  # says what is wrong with the profile before anybody waits

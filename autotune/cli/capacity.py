@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import TYPE_CHECKING
 
 from autotune.cli import simulation_options as shared
@@ -44,7 +43,7 @@ def capacity(
     profile = shared.one_profile(profile, profile_option, "capacity")
     requested = shared.SimulationOptions(
         profile, workload=workload, slo=slo, classes=classes, scale=scale, kv_tokens=kv_tokens, price=price,
-        controller=controller, knobs=knobs or {},
+        controller=controller, knobs=knobs or {}, requests=requests,
     )  # fmt: skip
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
@@ -53,8 +52,6 @@ def capacity(
     from autotune.report.simulation_tables import (
         capacity_data,
         capacity_table,
-        cheapest_data,
-        cheapest_sentence,
         interval_words,
         unbounded_sentence,
     )
@@ -68,9 +65,8 @@ def capacity(
     best: Best | None = None
     stopped = False
     with stop_on_interrupt() as stop, shared.control_errors_unlogged():
-        search = Search.of(
-            scenario, tuple(range(seed, seed + seeds)), requests, controller=controller, stop=stop.is_set
-        )  # fmt: skip
+        taken = scenario.distinct(range(seed, seed + seeds), requests)
+        search = Search.of(scenario, taken, requests, controller=controller, stop=stop.is_set)
         try:
             for name, setting in requested.settings.items():
                 display.stage(name)
@@ -92,28 +88,23 @@ def capacity(
         top = max(shown, key=lambda one: one.worth) if best is None else best.setting
         console.print(capacity_table(shown, top, requested.price, console.width), soft_wrap=True)
         meeting = Objective(scenario.slo, classes=scenario.classes).shares
+        interval = interval_words(len(taken), alike=scenario.seedless(requests))
+        offered = max((score.offered for one in shown for score in one.scores), default=requests)
         say(
             console,
-            f"highest rate at which {meeting} of {requests} requests meet {'their SLO' if scenario.classes else scenario.slo}, "
-            f"to {search.precision:.0%}; {interval_words(seeds)}",
+            f"highest rate at which {meeting} of {offered} requests meet {'their SLO' if scenario.classes else scenario.slo}, "
+            f"to {search.precision:.0%}; {interval}",
             "dim",
         )
-        endless = unbounded_sentence(shown, scenario.slo, requests)
+        endless = unbounded_sentence(shown, scenario.slo, offered)
         if endless is not None:
             say(console, endless)
         with contextlib.suppress(Interrupted):
-            beside = None if endless or stopped else requested.beside_capacity(shown[0].rate, requests, stop.is_set)
+            beside = None if endless or stopped else requested.beside_capacity(shown[0].rate, offered, stop.is_set)
             if beside is not None:
                 say(console, beside)
-    if best is not None and requested.price is not None:
-        say(console, cheapest_sentence(best, scenario.slo, requested.price))
-    if as_json:
-        settings = [capacity_data(one, requested.price) for one in known.values()]
-        cheapest = cheapest_data(best, requested.price)
-        print(json.dumps(requested.data() | {"settings": settings, "cheapest": cheapest, "stopped": stopped}))
+    settings = [capacity_data(one, requested.price) for one in known.values()]
+    shared.conclude(console, requested, len(known), best, {"settings": settings} if as_json else None, stopped=stopped)
     if stopped:
-        shared.say_stopped(
-            len(known), len(requested.settings), pricing=requested.price is not None, priced=best is not None
-        )
         return INTERRUPTED
     return DONE if any(one.rate for one in known.values()) else FELL_SHORT

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from autotune.workload import Workload
 
 SHORTEST_BUDGET_S = 10.0
+_LONGEST_H = 168  # a week
 _BUDGET = re.compile(r"^(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
-_LOOKED_AT = 2000  # requests of a workload
+LOOKED_AT = 2000  # requests of a workload
 
 _CLASS_HELP = (
     "Requests of class NAME have an SLO and a weight of their own: chat:ttft=300ms,tpot=30ms, "
@@ -96,7 +97,7 @@ def checked(option: str, parse: Any, *arguments: Any) -> Any:
 
 
 def seconds(text: str, *, option: str = "--budget", least: float = SHORTEST_BUDGET_S) -> float:
-    """``90s``, ``2m``, ``1h30m`` in seconds, at least ``least``: the value of ``option``. Raises :class:`InputError`."""
+    """``90s``, ``2m``, ``1h30m`` in seconds, from ``least`` to a week: the value of ``option``. Raises :class:`InputError`."""
     match = _BUDGET.match(text.strip())
     if match is None or not text.strip():
         hint = f"; write {text.strip()}s or {text.strip()}m" if text.strip().isdigit() else ", such as 90s, 2m or 1h30m"
@@ -104,6 +105,8 @@ def seconds(text: str, *, option: str = "--budget", least: float = SHORTEST_BUDG
     total = sum(float(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True))
     if total < least:
         raise InputError(f"{option} is {text}; it must be at least {least:g}s")
+    if total > _LONGEST_H * 3600:
+        raise InputError(f"{option} is {text}; it must be at most {_LONGEST_H}h")
     return total
 
 
@@ -129,9 +132,7 @@ def check_classes(classes: Sequence[RequestClass], workload: Workload) -> None:
     """Raise :class:`InputError` for a class of which ``workload`` has no request."""
     if not classes:
         return
-    found = dict.fromkeys(
-        arrival.request_class for arrival in islice(workload.arrivals(0, limit=_LOOKED_AT), _LOOKED_AT)
-    )
+    found = dict.fromkeys(arrival.request_class for arrival in islice(workload.arrivals(0, limit=LOOKED_AT), LOOKED_AT))
     for one in classes:
         if one.name not in found:
             raise InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,13 +50,13 @@ def simulate(
     check_rate("--rate", rate)
     requested = shared.SimulationOptions(
         profile, workload=workload, slo=slo, classes=classes, scale=scale, kv_tokens=kv_tokens, price=price,
-        controller=controller, knobs=knobs or {},
+        controller=controller, knobs=knobs or {}, requests=requests,
     )  # fmt: skip
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.measure.evaluate import Interrupted
     from autotune.profiling.points import Run, point
-    from autotune.report.simulation_tables import cheapest_data, cheapest_sentence, point_data, simulated_table
+    from autotune.report.simulation_tables import offered_sentence, point_data, simulated_table
     from autotune.report.tables import class_table
     from autotune.simulate.capacity import Search, best_so_far
     from runtime.slo import attained
@@ -65,7 +64,8 @@ def simulate(
     console = make_console(stderr=as_json)
     offered, whose = requested.offered(rate)
     say(console, requested.head((offered, whose)))
-    scenario, taken = requested.scenario, tuple(range(seed, seed + seeds))
+    scenario = requested.scenario
+    taken = scenario.distinct(range(seed, seed + seeds), requests)
     display = Display(console, "")
     points: list[Point] = []
     known: dict[str, SettingCapacity] = {}
@@ -74,7 +74,7 @@ def simulate(
     stopped = False
     with stop_on_interrupt() as stop, shared.control_errors_unlogged():
         display.stage("simulating")
-        done, total, begun = 0, len(requested.settings) * seeds, time.monotonic()
+        done, total, begun = 0, len(requested.settings) * len(taken), time.monotonic()
         try:
             for name, setting in requested.settings.items():
                 runs = []
@@ -87,7 +87,7 @@ def simulate(
                     left = (time.monotonic() - begun) / done * (total - done)
                     display.progress(done / total, f"{done}/{total}", name, left)
                 points.append(point(runs).model_copy(update={"knobs": setting}))
-            beside = requested.beside_measured(offered, requests / offered, stop.is_set)
+            beside = requested.beside_measured(offered, runs[-1].score.window_s, stop.is_set)
             display.stage_done(f"{done}/{total}", "")
             if requested.price is not None:
                 display.stage("pricing")
@@ -110,27 +110,11 @@ def simulate(
         )
         if (drawn := class_table([(p.label, p) for p in points], scenario.slo, scenario.classes)) is not None:
             console.print(drawn)
-        say(
-            console,
-            f"{offered:.3g} req/s in the long run, {sum(p.offered_rate for p in points) / len(points):.3g} in these: {requests} "
-            f"requests for each of {seeds} seed{'s' if seeds > 1 else ''}; ( ) is a 95% interval over requests",
-            "dim",
-        )
+        say(console, offered_sentence(offered, points, alike=scenario.seedless(requests)), "dim")
         if beside is not None:
             say(console, beside)
-    if best is not None and requested.price is not None:
-        say(console, cheapest_sentence(best, scenario.slo, requested.price))
-    if as_json:
-        found = [point_data(p, requested.price) for p in points]
-        cheapest = cheapest_data(best, requested.price)
-        print(
-            json.dumps(
-                requested.data() | {"rate": offered, "settings": found, "cheapest": cheapest, "stopped": stopped}
-            )
-        )
+    found = {"rate": offered, "settings": [point_data(p, requested.price) for p in points]} if as_json else None
+    shared.conclude(console, requested, len(points), best, found, stopped=stopped)
     if stopped:
-        shared.say_stopped(
-            len(points), len(requested.settings), pricing=requested.price is not None, priced=best is not None
-        )
         return INTERRUPTED
     return DONE if any(attained(p, scenario.slo, scenario.classes) for p in points) else FELL_SHORT

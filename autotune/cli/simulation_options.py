@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from autotune.cli.options import check_classes, check_rate, checked, checked_knobs, request_classes
+from autotune.cli.options import LOOKED_AT, check_classes, check_rate, checked, checked_knobs, request_classes
 from autotune.control.controllers.registry import CONTROLLERS, find
 from autotune.profile.fields import MOST_KV_TOKENS
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autotune.cli.display import Display
     from autotune.profile import Profile
     from autotune.profile.parts import CostFacts, Point
-    from autotune.simulate.capacity import SettingCapacity
+    from autotune.simulate.capacity import Best, SettingCapacity
     from autotune.simulate.scenario import Scenario
+    from autotune.workload import Workload as Load
     from runtime.knobs import Knobs
 
 SimulatedProfile = Annotated[
@@ -82,10 +88,11 @@ class SimulationOptions:
         price: str | None,
         controller: str | None,
         knobs: dict[str, float],
+        requests: int,
     ) -> None:
         from autotune.cost.price import parse_price
         from autotune.profile import find_profile, load_profile
-        from autotune.simulate.scenario import Scenario, parse_speeds
+        from autotune.simulate.scenario import Scenario, load_of, parse_speeds
         from autotune.workload import named_options, named_rate, parse_workload
         from runtime.slo import SLO
 
@@ -94,8 +101,7 @@ class SimulationOptions:
         speeds = None if scale is None else parse_speeds(scale)
         target = None if slo is None else checked("--slo", SLO.parse, slo)
         own = request_classes(classes or ())
-        if workload is not None:
-            checked("--workload", parse_workload, workload)
+        load = None if workload is None else checked("--workload", parse_workload, workload)
         money = None if price is None else parse_price(price)
         overrides = checked_knobs(knobs)
         self.profile: Profile = load_profile(find_profile(profile))
@@ -108,21 +114,28 @@ class SimulationOptions:
             *_off(self.profile),
             *_above(self.profile, overrides),
         )
+        if load is None:
+            load = load_of(self.profile, profile)
         scenario = checked(
             "", lambda: Scenario.of(
-                self.profile, profile, workload=workload, slo=target, classes=own or None, speeds=speeds, kv_tokens=kv_tokens,
+                self.profile, profile, workload=load, slo=target, classes=own or None, speeds=speeds, kv_tokens=kv_tokens,
             ),
         )  # fmt: skip
         check_classes(own, scenario.workload)
-        self.warnings += _undrafted(overrides, scenario.workload.may_draft)
         facts = self.profile.workload
         self.spec = workload or facts.spec
         self.foreign = workload is not None and workload.strip() != facts.spec
+        whole = load if self.foreign else load.scaled(cap_prompt=facts.cap_prompt, cap_output=facts.cap_output)
+        self.warnings += (
+            *_undrafted(overrides, scenario.workload.may_draft),
+            *_cut(scenario.workload, whole),
+            *_few(scenario.workload, requests),
+        )
         plain = not overrides and all(option is None for option in (controller, speeds, kv_tokens))
         self.as_profiled = plain and not self.foreign and self._same_slos(scenario)
         """Whether nothing but the requests differs from what the profile measured."""
         self.named = named_options(workload) if workload is not None else set()
-        self.rate = None if workload is None else named_rate(workload)
+        self.rate = None if workload is None else named_rate(load)
         self.settings = {"requested": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
@@ -248,6 +261,8 @@ class SimulationOptions:
             "model": self.profile.model.name,
             "workload": self.spec,
             "length_scale": scenario.workload.length_scale,
+            "cap_prompt": scenario.workload.cap_prompt,
+            "cap_output": scenario.workload.cap_output,
             "slo": str(scenario.slo),
             "classes": [str(one) for one in scenario.classes],
             "kv_tokens": scenario.kv_tokens,
@@ -290,6 +305,41 @@ def _undrafted(given: dict[str, float], may_draft: bool) -> tuple[str, ...]:
     )
 
 
+def _cut(simulated: Load, whole: Load) -> tuple[str, ...]:
+    """A clause where requests are ``simulated`` shorter than those of ``whole``."""
+    uncut = replace(simulated, cap_prompt=whole.cap_prompt, cap_output=whole.cap_output)
+    if uncut == simulated:
+        return ()
+    pairs = [*zip(simulated.arrivals(0, limit=LOOKED_AT), uncut.arrivals(0, limit=LOOKED_AT), strict=True)]
+    prompts = sum(cut.prompt_tokens < full.prompt_tokens for cut, full in pairs) / len(pairs)
+    outputs = sum(cut.output_tokens < full.output_tokens for cut, full in pairs) / len(pairs)
+    said = [
+        f"{share:.1%} of the {name} are cut to {cap} tokens"
+        for name, share, cap in (
+            ("prompts", prompts, simulated.cap_prompt),
+            ("outputs", outputs, simulated.cap_output),
+        )
+        if share
+    ]
+    return (f"{' and '.join(said)}, the most that the profile and the KV pool leave room for",) if said else ()
+
+
+def _few(workload: Load, requests: int) -> tuple[str, ...]:
+    """A clause where ``workload`` holds fewer than the ``requests`` that are to be counted and their warm-up."""
+    from autotune.simulate.scenario import WARM_UP
+
+    if not workload.finite:
+        return ()
+    wanted = math.ceil((1 + WARM_UP) * requests) + 1
+    held = sum(1 for _ in workload.arrivals(0, limit=wanted))
+    if held >= wanted:
+        return ()
+    counted = held - int((held + 1) * WARM_UP)
+    return (
+        f"{workload.name} holds {held} requests, fewer than --requests {requests} and its warm-up: {counted} are counted",
+    )
+
+
 def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:
     """A clause for each knob ``given`` that the profile's engine could not have been set to. It is no mistake: serve takes it."""
     clauses = []
@@ -311,6 +361,29 @@ def _as_served(cost: CostFacts) -> str:
 
 def capacity_words(found: SettingCapacity) -> str:
     return "unbounded" if found.unbounded else f"{found.rate:.3g} req/s" if found.rate else "none"
+
+
+def conclude(
+    console: Console,
+    requested: SimulationOptions,
+    done: int,
+    best: Best | None,
+    found: dict[str, Any] | None,
+    *,
+    stopped: bool,
+) -> None:
+    """The end of the page: which setting is the cheapest, all of it as JSON (``found``: what a verb has to add), and that it
+    was ``stopped`` with ``done`` settings."""
+    from autotune.cli.display import say
+    from autotune.report.simulation_tables import cheapest_data, cheapest_sentence
+
+    price = requested.price
+    if best is not None and price is not None:
+        say(console, cheapest_sentence(best, requested.scenario.slo, price))
+    if found is not None:
+        print(json.dumps(requested.data() | found | {"cheapest": cheapest_data(best, price), "stopped": stopped}))
+    if stopped:
+        say_stopped(done, len(requested.settings), pricing=price is not None, priced=best is not None)
 
 
 def say_stopped(done: int, total: int, *, pricing: bool, priced: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -122,8 +123,19 @@ def cheapest_data(found: Best | None, price: float | None) -> dict[str, Any] | N
     return capacity_data(found.setting, price) | {"tried": found.tried, "whole": found.whole}
 
 
-def interval_words(seeds: int) -> str:
-    """What the interval of a capacity over ``seeds`` seeds is."""
+def offered_sentence(rate: float, points: Sequence[Point], *, alike: bool) -> str:
+    """How many requests ``points`` counted and how fast they came; ``alike``: the same ones under every seed."""
+    came, count, seeds = fmean(p.offered_rate for p in points), points[0].offered, len(points[0].seeds)
+    under = ", the same under every seed" if alike else f" under {seeds} seed{'s' if seeds > 1 else ''}"
+    return f"{rate:.3g} req/s in the long run, {came:.3g} in these: {count} requests{under}; ( ) is a 95% interval over requests"
+
+
+def interval_words(seeds: int, *, alike: bool = False) -> str:
+    """What the interval of a capacity over ``seeds`` seeds is; ``alike``: they have the same requests, and only steps differ."""
+    if alike:
+        if seeds == 1:
+            return "( ) is between which rates the search ended; the requests are the same under every seed"
+        return f"mean and 95% interval over {seeds} draws of the step-time noise; the requests are the same under every seed"
     if seeds == 1:
         return "( ) is between which rates the search ended for this one seed; how much seeds differ takes more --seeds"
     return f"mean and 95% interval over {seeds} seeds"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from runtime.slo import SLO, RequestClass
 SPEEDS = ("compute", "bandwidth", "overhead")
 _FASTEST = 1000  # times as fast, or as slow
 WARM_UP = 0.1  # of the requests, before the window begins
+_CLOSEST = 1e12  # requests/s: what is closer together comes at once
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Scenario:
         profile: Profile,
         name: str = "the profile",
         *,
-        workload: str | None = None,
+        workload: str | Workload | None = None,
         slo: SLO | None = None,
         classes: Sequence[RequestClass] | None = None,
         speeds: dict[str, float] | None = None,
@@ -77,12 +79,9 @@ class Scenario:
         if speeds:
             cost = cost.scaled(**speeds)
         facts, engine = profile.workload, profile.engine
-        try:
-            load = parse_workload(workload or facts.spec)
-        except InputError as error:
-            raise (
-                error if workload else InputError(f"{name}: workload.spec: {error}; --workload names another")
-            ) from None
+        if isinstance(workload, str):
+            workload = parse_workload(workload)
+        load = load_of(profile, name) if workload is None else workload
         block = engine.kv_pool.block_size
         requested = engine.kv_pool.tokens if kv_tokens is None else kv_tokens
         pool = requested // block * block  # a pool is whole blocks
@@ -141,22 +140,45 @@ class Scenario:
         )
 
     def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:
-        """(warm-up, window), s: as long as it takes ``requests`` to come, or as many as a finite workload has."""
+        """(warm-up, window), s: as long as it takes ``requests`` to come, or as many as a finite workload has.
+
+        It begins and ends between different times: requests of one time are in it together, so that it may hold more.
+        """
         first = math.ceil(WARM_UP * requests)
-        coming = self.workload.at_rate(rate).arrivals(seed, limit=first + requests + 1)
-        times = [arrival.time for arrival in coming]
-        if len(times) < 2:
-            raise InputError(f"{self.workload.name} holds {len(times)} requests; a simulation needs at least 2")
-        if len(times) < first + requests + 1:  # all there are, and the time until another would have come
+        times: list[float] = []
+        for arrival in self.workload.at_rate(rate).arrivals(seed, limit=sys.maxsize):
+            enough = len(times) >= first + requests and arrival.time > times[-1]
+            times.append(arrival.time)
+            if enough:
+                break
+        else:  # all there are, and the time until another would have come
+            if len(times) < 2:
+                raise InputError(f"{self.workload.name} holds {len(times)} requests; a simulation needs at least 2")
             times.append(times[-1] + 1 / rate)
             first = int(len(times) * WARM_UP)
+        while first and times[first - 1] == times[first]:
+            first -= 1
         begin = 0.0 if first == 0 else (times[first - 1] + times[first]) / 2
-        return begin, (times[-2] + times[-1]) / 2 - begin
+        length = (times[-2] + times[-1]) / 2 - begin
+        if length * _CLOSEST < len(times):
+            raise InputError(
+                f"{self.workload.name}: {len(times) - 1 - first} requests come within {length:.3g} s; give it more --requests"
+            )
+        return begin, length
 
     def mean_answer(self, seed: int, requests: int) -> float:
         """Mean output tokens of the requests that :meth:`measure` counts."""
         first = math.ceil(WARM_UP * requests)
         return statistics.fmean(a.output_tokens for a in self.workload.arrivals(seed, limit=first + requests))
+
+    def distinct(self, seeds: Sequence[int], requests: int) -> tuple[int, ...]:
+        """Those of ``seeds`` that make a difference: the first alone where neither requests nor step times depend on a seed."""
+        noisy = self.cost.facts.jitter is not None or self.workload.may_draft
+        return tuple(seeds if noisy or not self.seedless(requests) else seeds[:1])
+
+    def seedless(self, requests: int) -> bool:
+        """Whether ``requests`` requests, and those of their warm-up, are the same under every seed."""
+        return self.workload.alike_under(0, 1, limit=math.ceil((1 + WARM_UP) * requests) + 1)
 
     def measure(
         self,
@@ -171,11 +193,13 @@ class Scenario:
         """``requests`` requests at a mean of ``rate`` under ``knobs``, or under ``controller``, which starts from them.
 
         One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
-        come faster or slower than ``rate`` (``Score.offered_rate``). Raises :class:`~autotune.measure.evaluate.Interrupted` when
-        ``stop`` says so.
+        come faster or slower than ``rate`` (``Score.offered_rate``). Requests that are the same under every seed are those of
+        seed 0 (``Score.seed``), so that they count once; ``seed`` draws the step-time noise then. Raises
+        :class:`~autotune.measure.evaluate.Interrupted` when ``stop`` says so.
         """
         warmup, window = self.window(rate, seed, requests)
-        return self.measure_over(knobs, rate, seed, warmup, window, controller=controller, stop=stop)
+        own = 0 if self.seedless(requests) else seed
+        return self.measure_over(knobs, rate, own, warmup, window, scatter=seed, controller=controller, stop=stop)
 
     def measure_over(
         self,
@@ -208,6 +232,14 @@ class Scenario:
             return attach(engine, slo=self.slo, controller=controller)
         except ValueError as error:
             raise InputError(str(error)) from error
+
+
+def load_of(profile: Profile, name: str = "the profile") -> Workload:
+    """The workload of ``profile``, before it is scaled. Raises :class:`InputError`, which calls the profile ``name``."""
+    try:
+        return parse_workload(profile.workload.spec)
+    except InputError as error:
+        raise InputError(f"{name}: workload.spec: {error}; --workload names another") from None
 
 
 def parse_speeds(text: str) -> dict[str, float]:

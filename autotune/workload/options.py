@@ -9,6 +9,8 @@ from typing import overload
 
 from runtime.errors import InputError
 
+_LEAST, _MOST = 1e-9, 10**9  # of numbers that have no bound of their own: nothing overflows
+
 
 class Options:
     """Values by name. Numbers may be fractions (``1/8``). Every reader names field, value and what is allowed."""
@@ -44,36 +46,53 @@ class Options:
         return self._values.get(name, default)
 
     @overload
-    def number(self, name: str, default: float, *, zero: bool = False) -> float: ...
+    def number(self, name: str, default: float, *, least: float = _LEAST, most: float = _MOST) -> float: ...
     @overload
-    def number(self, name: str, default: None, *, zero: bool = False) -> float | None: ...
-    def number(self, name: str, default: float | None, *, zero: bool = False) -> float | None:
-        """A finite number above 0 (or at least 0)."""
+    def number(self, name: str, default: None, *, least: float = _LEAST, most: float = _MOST) -> float | None: ...
+    def number(self, name: str, default: float | None, *, least: float = _LEAST, most: float = _MOST) -> float | None:
+        """A number from ``least`` to ``most``."""
         if name not in self._values:
             return default
         text = self._values[name]
         try:
             top, slash, bottom = text.partition("/")
-            value = float(top) / float(bottom) if slash else float(top)
+            value = plain_float(top) / plain_float(bottom) if slash else plain_float(top)
         except (ValueError, ZeroDivisionError):
             value = math.nan
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise InputError(
-                f"{name} is {text!r}; it must be a number {'at least' if zero else 'above'} 0, such as 2, 0.5 or 1/8"
-            )
+        if not least <= value <= most:  # NaN is not
+            raise InputError(f"{name} is {text!r}; it must be a number from {least:g} to {most:g}, such as 0.5 or 1/8")
         return value
 
     @overload
-    def whole(self, name: str, default: int, *, low: int = 1) -> int: ...
+    def whole(self, name: str, default: int, *, low: int = 1, most: int = _MOST) -> int: ...
     @overload
-    def whole(self, name: str, default: None, *, low: int = 1) -> int | None: ...
-    def whole(self, name: str, default: int | None, *, low: int = 1) -> int | None:
+    def whole(self, name: str, default: None, *, low: int = 1, most: int = _MOST) -> int | None: ...
+    def whole(self, name: str, default: int | None, *, low: int = 1, most: int = _MOST) -> int | None:
+        """A whole number from ``low`` to ``most``."""
         if name not in self._values:
             return default
         text = self._values[name]
-        if not text.isdecimal() or int(text) < low:
-            raise InputError(f"{name} is {text!r}; it must be a whole number, at least {low}")
-        return int(text)
+        try:
+            value = plain_int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= most:
+            raise InputError(f"{name} is {text!r}; it must be a whole number from {low} to {most}")
+        return value
+
+
+def plain_float(text: str) -> float:
+    """``float(text)``, but for ``1_000``: only Python takes that for a number. Raises ValueError."""
+    if "_" in text:
+        raise ValueError(f"{text!r} is no number")
+    return float(text)
+
+
+def plain_int(text: str) -> int:
+    """``int(text)``, but for ``1_000``. Raises ValueError."""
+    if "_" in text:
+        raise ValueError(f"{text!r} is no whole number")
+    return int(text)
 
 
 def fraction(scale: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.workload.mix import Mix, Part
-from autotune.workload.options import Options
+from autotune.workload.options import Options, plain_float
 from autotune.workload.presets import FITTED, PRESETS
 from autotune.workload.readers import Reader, guess_reader, read_azure, read_mooncake
 from autotune.workload.spec import Source, Workload
@@ -28,6 +28,7 @@ _OPTION = re.compile(r"\s*[A-Za-z_]+\s*=")
 _CLASS = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=\s*")
 _SHARE = re.compile(r"\s*@([^@+=:,]*)(?:\+|$)")  # behind a part of a mix, with what separates it from the next
 _OF_THE_WHOLE = ("rate", "time")
+_LEAST_SHARE = 1e-6
 
 
 def parse_workload(text: str) -> Workload:
@@ -51,9 +52,9 @@ def named_options(text: str) -> set[str]:
     return {part.split("=", 1)[0] for part in parts}
 
 
-def named_rate(text: str) -> float | None:
+def named_rate(workload: Workload) -> float | None:
     """Requests/s of a workload whose spelling says its ``rate`` or ``time``; None where it says neither."""
-    return parse_workload(text).rate if named_options(text) & {*_OF_THE_WHOLE} else None
+    return workload.rate if named_options(workload.name) & {*_OF_THE_WHOLE} else None
 
 
 def brings_lengths(workload: Workload) -> bool:
@@ -96,6 +97,7 @@ def _mix(text: str) -> Workload:
                 raise InputError(f"class {name}: {option} is of all classes together, which --rate sets; drop it here")
         try:
             workload = _parse(spelling.strip())
+            workload.at_rate(1.0)  # a trace of one time has no rate, and says so better than the rate of the mix would
         except ValueError as error:
             raise InputError(f"class {name}: {error}") from error
         parts.append(Part(name, 1.0 if said is None else _share(name, said), workload))
@@ -112,11 +114,13 @@ def _share(name: str, text: str) -> float:
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     top, slash, bottom = number.partition("/")
     try:
-        share = (float(top) / float(bottom) if slash else float(top)) / (100 if percent else 1)
+        share = (plain_float(top) / plain_float(bottom) if slash else plain_float(top)) / (100 if percent else 1)
     except (ValueError, ZeroDivisionError):
         share = 0.0
-    if not 0 < share <= 1:
-        raise InputError(f"class {name}: share is {text!r}; it must be above 0 and at most 1, such as 0.8, 80% or 4/5")
+    if not _LEAST_SHARE <= share <= 1:
+        raise InputError(
+            f"class {name}: share is {text!r}; it must be a number from {_LEAST_SHARE:g} to 1, such as 0.8, 80% or 4/5"
+        )
     return share
 
 
@@ -165,11 +169,11 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 
 def _trace(path: str, reader: Reader, options: Options) -> Trace:
-    start = options.number("start", 0.0, zero=True)
+    start = options.number("start", 0.0, least=0)
     limit = options.whole("limit", None)
     rows = reader(path, limit if not start else None)  # a huge trace is read no further than it is played
     rows = window(path, rows, start)[:limit]
-    width = options.number("bin", None, zero=True)
+    width = options.number("bin", None, least=0)
     return Trace(path, tuple(rows), guess_bin([row.time for row in rows]) if width is None else width)
 
 
@@ -187,6 +191,6 @@ def _scaled(workload: Workload, options: Options) -> Workload:
     return replace(
         scaled,
         limit=options.whole("limit", None),
-        seed=options.whole("seed", 0, low=0),
-        acceptance=options.number("acceptance", 0.0, zero=True),
+        seed=options.whole("seed", 0, low=0, most=2**63 - 1),
+        acceptance=options.number("acceptance", 0.0, least=0, most=1),
     )

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from autotune.workload.conversation import Conversations
 from autotune.workload.fitted import load_fitted
 from autotune.workload.lengths import Constant, Independent, LengthModel, Lognormal, Marginal, Uniform
-from autotune.workload.options import Options
+from autotune.workload.options import Options, plain_float, plain_int
 from autotune.workload.processes import ArrivalProcess, Fixed, Gamma, poisson
-from autotune.workload.spec import Source
+from autotune.workload.spec import MOST_TOKENS, Source
 from autotune.workload.synthetic import Synthetic
 from runtime.errors import InputError
 
 FITTED = ("azure-conv", "azure-code")
+_LEAST_CV, _MOST_CV = 0.001, 100
+_MOST_TENANTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def _fitted(name: str) -> Callable[[Options], Source]:
 
 def _conversations(options: Options) -> Source:
     given = Conversations()
-    tenants = options.whole("tenants", len(given.system_prompts))
+    tenants = options.whole("tenants", len(given.system_prompts), most=_MOST_TENANTS)
     system = options.whole("system", None)
     prompts = given.system_prompts if system is None else (system,)
     return Conversations(
@@ -66,17 +68,21 @@ def _marginal(options: Options, name: str, default: str) -> Marginal:
     text = options.text(name, default) or default
     try:
         if "~" in text:
-            mean, cv = text.split("~")
-            return Lognormal.of_mean_cv(float(mean), float(cv))
-        if "-" in text:
-            low, high = text.split("-")
-            return Uniform(int(low), int(high))
-        return Constant(int(text))
+            mean, cv = (plain_float(part) for part in text.split("~"))
+            if mean <= MOST_TOKENS and cv <= _MOST_CV:
+                return Lognormal.of_mean_cv(mean, cv)
+        elif "-" in text:
+            low, high = (plain_int(part) for part in text.split("-"))
+            if high <= MOST_TOKENS:
+                return Uniform(low, high)
+        elif (tokens := plain_int(text)) <= MOST_TOKENS:
+            return Constant(tokens)
     except ValueError:
-        raise InputError(
-            f"{name} is {text!r}; it must be tokens: 512 (always), 128-1024 (uniform), "
-            "or 512~1.5 (lognormal: mean~coefficient of variation)"
-        ) from None
+        pass
+    raise InputError(
+        f"{name} is {text!r}; it must be tokens: 512 (always), 128-1024 (uniform), "
+        f"or 512~1.5 (lognormal: mean~coefficient of variation, at most {_MOST_CV}); at most {MOST_TOKENS} tokens"
+    )
 
 
 _SHAPE = ("prompt", "output", "lengths")
@@ -99,7 +105,7 @@ PRESETS: Mapping[str, Preset] = {
             "gamma",
             "independent gamma gaps with coefficient of variation cv",
             ("cv", *_SHAPE),
-            _renewal(lambda options: Gamma(1.0, options.number("cv", 2.0))),
+            _renewal(lambda options: Gamma(1.0, options.number("cv", 2.0, least=_LEAST_CV, most=_MOST_CV))),
         ),
         Preset("fixed", "one request every 1/rate seconds", _SHAPE, _renewal(lambda options: Fixed(1.0))),
     )

@@ -21,7 +21,6 @@ class Stream(IntEnum):
     LENGTHS = 2
     SEGMENTS = 3
     SESSIONS = 4
-    THINK = 5
     JITTER = 6
 
 

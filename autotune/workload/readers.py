@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotune.workload.options import plain_float, plain_int
+from autotune.workload.spec import MOST_TOKENS
 from autotune.workload.traces import TraceRow
 from runtime.errors import InputError
 
@@ -24,7 +26,7 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
 MOONCAKE_BLOCK = 512  # tokens
 _LARGEST = 1e15  # ms: some thirty thousand years
-_MOST_TOKENS = 10**9
+_MOST_ID = 2**64 - 1
 
 Reader = Callable[[str | Path, int | None], list[TraceRow]]
 Parse = Callable[[str | Path, Iterable[str]], Iterator[tuple[int, TraceRow]]]
@@ -46,12 +48,19 @@ def guess_reader(path: str | Path) -> Reader:
         first = next((line.strip() for line in lines if line.strip()), "")
     if first.startswith("{"):
         return read_mooncake
-    if not first or {column.strip() for column in first.split(",")} & set(AZURE_COLUMNS):
+    if not first or set(_columns(first)) & set(AZURE_COLUMNS):
         return read_azure
     raise InputError(
         f"{path}, line 1: {_short(first)} is no trace; it must be a CSV with columns {', '.join(AZURE_COLUMNS)}, "
         f"or jsonl with fields {', '.join(MOONCAKE_FIELDS)}"
     )
+
+
+def _columns(header: str) -> list[str]:
+    try:
+        return [column.strip() for column in next(csv.reader([header]))]
+    except csv.Error:
+        return []
 
 
 def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, TraceRow]]:
@@ -96,7 +105,7 @@ def _mooncake_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int
             continue
         try:
             row = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
             _bad(path, line, f"not JSON: {error}")
         if not isinstance(row, dict):
             _bad(path, line, f"{_short(text)} is not a JSON object")
@@ -122,8 +131,8 @@ def _blocks(path: str | Path, line: int, ids: Any, prompt: int) -> tuple[tuple[i
     if ids is None:
         return ()
     needed = math.ceil(prompt / MOONCAKE_BLOCK)
-    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        _bad(path, line, f"hash_ids is {_short(ids)}; it must be a list of whole numbers")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= _MOST_ID for i in ids):
+        _bad(path, line, f"hash_ids is {_short(ids)}; it must be a list of whole numbers from 0 to {_MOST_ID}")
     if len(ids) != needed:
         _bad(
             path, line, f"hash_ids has {len(ids)} ids; {prompt} prompt tokens need {needed} of {MOONCAKE_BLOCK} tokens"
@@ -160,7 +169,7 @@ def _opened(path: str | Path) -> Iterator[Iterator[str]]:
 
 def _timestamp(path: str | Path, line: int, text: str) -> float:
     try:
-        seconds = float(text)
+        seconds = plain_float(text)
         if math.isfinite(seconds) and seconds >= 0:
             return seconds
     except ValueError:
@@ -186,14 +195,14 @@ def _count(path: str | Path, line: int, name: str, value: Any, low: int) -> int:
     number = value
     if isinstance(value, str):
         try:
-            number = int(value)
+            number = plain_int(value)
         except ValueError:
             number = None
-    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= _MOST_TOKENS:
+    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= MOST_TOKENS:
         _bad(
             path,
             line,
-            f"{name} is {_short(value)}; it must be a whole number, at least {low} and at most {_MOST_TOKENS}",
+            f"{name} is {_short(value)}; it must be a whole number, at least {low} and at most {MOST_TOKENS}",
         )
     return number
 

@@ -39,11 +39,6 @@ class ReplayReport(NamedTuple):
     busy: float
     stopped: bool
 
-    @property
-    def offered_rate(self) -> float:
-        """Requests sent per second of replay; 0 when no time passed."""
-        return self.sent / (self.end - self.start) if self.end > self.start else 0.0
-
     def __str__(self) -> str:
         late = " / ".join(f"{1000 * s:.1f}" for s in (self.lateness_p50, self.lateness_p99, self.lateness_max))
         return f"sent {self.sent} in {self.end - self.start:.1f} s, late by {late} ms (p50 / p99 / max)"

@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from runtime.errors import InputError
+
+MOST_TOKENS = 10**9
+"""In a prompt or an answer, before scaling."""
 
 
 class Arrival(NamedTuple):
@@ -117,6 +121,11 @@ class Workload:
             raise ValueError(f"{self.name} never ends; give duration (s) or limit (requests)")
         bounds = [n for n in (limit, self.limit) if n is not None]
         return self._generate(seed, math.inf if duration is None else duration, min(bounds, default=None))
+
+    def alike_under(self, seed: int, other: int, *, limit: int) -> bool:
+        """Whether the first ``limit`` requests come at the same times with the same lengths, as those of a replayed trace do."""
+        pairs = zip_longest(self.arrivals(seed, limit=limit), self.arrivals(other, limit=limit))
+        return all(a is not None and b is not None and a._replace(segments=b.segments) == b for a, b in pairs)
 
     def _generate(self, seed: int, duration: float, limit: int | None) -> Iterator[Arrival]:
         if limit == 0:

@@ -63,7 +63,9 @@ class Trace:
     def at_rate(self, rate: float) -> Trace:
         positive("rate", rate)
         if math.isinf(self.rate):
-            raise InputError(f"{self.path}: all requests have one time; no rate can be given to them")
+            raise InputError(
+                f"{self.path}: all requests have one time; no rate can be given to them (bin=1 spreads them over a second)"
+            )
         return replace(self, time_factor=self.time_factor * self.rate / rate)
 
     def generate(self, seed: tuple[int, ...]) -> Iterator[Arrival]:

@@ -253,6 +253,13 @@ def test_no_times(text: str) -> None:
         seconds(text)
 
 
+def test_a_time_is_a_week_at_most() -> None:
+    assert seconds("168h") == 7 * 86400
+    for text in ("169h", "9" * 400 + "s"):
+        with pytest.raises(InputError, match=f"--duration is {text}; it must be at most 168h"):
+            seconds(text, option="--duration")
+
+
 def test_names_made_from_models() -> None:
     assert [stem(m) for m in ("tiny", "meta-llama/Llama-3.1-8B", "./models/My Model/", "/")] == [
         "tiny", "Llama-3.1-8B", "My-Model", "model"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.profile import KvPool
+from autotune.profiling.points import Run, point
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.capacity import SEARCHED, Search
 from autotune.simulate.scenario import Scenario, parse_speeds
@@ -101,6 +103,80 @@ def test_the_same_requests_at_every_rate_and_as_many_as_asked() -> None:
 def test_a_finite_workload_gives_what_it_has() -> None:
     found = scenario(workload=EVEN + ",limit=100").measure(Knobs(), 5.0, 0, requests=5000)
     assert found.offered == pytest.approx(90, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("times", "requests", "edges"),
+    [
+        (
+            (0.0, *[10.0] * 100),
+            20,
+            (5.0, 5.05),
+        ),  # those before the second request are the warm-up; no edge inside the tie
+        ((0.0, *[10.0] * 100), 2000, (5.0, 5.05)),
+        ((*[0.0] * 100, 10.0), 20, (0.0, 5.0)),
+        ((*[0.0] * 100, 10.0), 2000, (0.0, 10.05)),
+        ((*[0.0] * 4, *[1.0] * 10, 2.0), 10, (0.0, 1.5)),
+    ],
+)
+def test_a_window_begins_and_ends_between_different_times(
+    tmp_path: Path, times: tuple[float, ...], requests: int, edges: tuple[float, float]
+) -> None:
+    (tmp_path / "ties.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{time},5,2\n" for time in times)
+    )
+    world = scenario(workload=f"{tmp_path / 'ties.csv'},bin=0")
+    rate = parse_workload(world.workload.name).rate
+    begin, length = world.window(rate, 0, requests)
+    assert (begin, length) == pytest.approx(edges)
+    found = world.measure(Knobs(), rate, 0, requests=requests)
+    assert found.offered == sum(begin <= time < begin + length for time in times) >= min(requests, 10)
+
+
+def test_a_trace_of_one_time_has_no_window(tmp_path: Path) -> None:
+    (tmp_path / "ties.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "7,5,2\n" * 30)
+    with pytest.raises(InputError, match=r"all requests have one time; .*bin=1 spreads them over a second"):
+        scenario(workload=f"{tmp_path / 'ties.csv'}").window(5.0, 0, 20)
+    assert scenario(workload=f"{tmp_path / 'ties.csv'},bin=1").measure(Knobs(), 5.0, 0, requests=20).offered == 20
+
+
+def test_requests_that_come_at_once_are_too_few() -> None:
+    with pytest.raises(InputError, match=r"cv=100: 1[01] requests come within \S+ s; give it more --requests"):
+        scenario(workload="gamma:cv=100").measure(Knobs(), 5.0, 0, requests=10)
+
+
+def trace(path: Path, requests: int = 20) -> str:
+    rows = "".join(f"{0.4 * n},{300 + 7 * n},{20 + n}\n" for n in range(requests))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    return str(path)
+
+
+def test_requests_that_are_the_same_under_every_seed_count_once(tmp_path: Path) -> None:
+    """Under as many draws of the step-time noise as there are seeds; without noise there is one simulation."""
+    facts = h200().facts.model_copy(update={"jitter": STALLS})
+    replayed = trace(tmp_path / "t.csv")
+    noisy, smooth = Scenario.of(profiled(cost_model=facts), workload=replayed), scenario(workload=replayed)
+    seeds = noisy.distinct(range(5, 10), 1000)
+    assert seeds == (5, 6, 7, 8, 9) and smooth.distinct(range(5, 10), 1000) == (5,)
+    scores = [noisy.measure(Knobs(), 2.0, seed, requests=1000) for seed in seeds]
+    assert {score.seed for score in scores} == {0} and len({score.steps.mean_ms for score in scores}) == 5
+    found = point([Run(stage="simulation", label="it", trial=-1, score=score) for score in scores])
+    assert found.offered == scores[0].offered == 18 and len(found.seeds) == 5
+    assert found.offered_rate == pytest.approx(scores[0].offered_rate, abs=1e-3)
+
+
+def test_whose_requests_depend_on_the_seed(tmp_path: Path) -> None:
+    replayed = trace(tmp_path / "t.csv")
+    for workload in (replayed, f"{replayed},limit=5", f"a={replayed}@1", "fixed:prompt=9,output=9"):
+        assert scenario(workload=workload).seedless(100), workload
+    for workload in (
+        EVEN,
+        f"{EVEN},limit=20",
+        "fixed:prompt=9-99",
+        f"{replayed},bin=1",
+        f"a={replayed}@0.5+b=poisson@0.5",
+    ):
+        assert not scenario(workload=workload).seedless(100), workload
 
 
 def test_one_request_is_too_few() -> None:

@@ -12,6 +12,8 @@ from autotune.cli.main import run
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.cost.price import per_million
 from autotune.profile import Profile, find_profile, load_profile, save_profile
+from autotune.workload.readers import read_azure
+from autotune.workload.traces import TraceRow
 from benchmarks.controller.hardware import h200
 from runtime.knobs import KnobLimits, Knobs
 from tests.unit.jitter_cases import STALLS
@@ -151,6 +153,109 @@ def test_bandwidth_that_cannot_act_on_the_weights_is_said(
     run([*words, "--scale", "bandwidth=2", *QUICK])
     assert f"warning: {warning}" in flat(capsys.readouterr().out)
     assert told(capsys, *words, "--scale", "compute=2")["warnings"] == []
+
+
+def short_trace(path: Path) -> str:
+    rows = "".join(f"{0.4 * n},{300 + 7 * n},{20 + n}\n" for n in range(20))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    return str(path)
+
+
+def test_a_short_trace_counts_once_whatever_the_seeds(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--workload",
+        short_trace(tmp_path / "t.csv"),
+        "--token-budget",
+        "512",
+        "--rate",
+        "5",
+        "--requests",
+        "2000",
+    ]
+    command = ["simulate", path, *options, "--seeds", "30"]
+    assert run([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    (setting,), (warning,) = found["settings"], found["warnings"]
+    assert setting["offered"] == 18 and setting["attainment_low"] < 0.85
+    assert warning.endswith("t.csv holds 20 requests, fewer than --requests 2000 and its warm-up: 18 are counted")
+    said = flat(captured.err)
+    assert (
+        f"warning: {warning}" in said and "18 requests, the same under every seed; ( ) is a 95% interval over" in said
+    )
+    assert run(["simulate", path, *options[:-2], "--requests", "10"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_capacity_of_a_trace_says_that_seeds_do_not_change_it(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = short_trace(tmp_path / "t.csv")
+    command = [
+        "capacity",
+        path,
+        "--workload",
+        load,
+        "--slo",
+        "e2e=400ms",
+        "--token-budget",
+        "64",
+        "--seeds",
+        "3",
+        "--json",
+    ]
+    run(command)
+    captured = capsys.readouterr()
+    (found,) = json.loads(captured.out)["settings"]
+    assert len(found["seeds"]) == 1 and found["interval"] == "bisection"
+    said = flat(captured.err)
+    assert "of 18 requests meet e2e=400ms" in said and "; the requests are the same under every seed" in said
+
+
+def test_a_trace_is_read_once(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+
+    def counted(file: object, limit: int | None = None) -> list[TraceRow]:
+        read.append(file)
+        return read_azure(file, limit)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("autotune.workload.parse.guess_reader", lambda _: counted)
+    load = short_trace(tmp_path / "t.csv")
+    assert run(["simulate", path, "--workload", load + ",rate=3", "--token-budget", "512", "--requests", "10"]) == 0
+    assert len(read) == 1
+    facts = profiled().workload.model_copy(update={"spec": load})
+    save_profile(profiled(workload=facts), tmp_path / "own.yaml")
+    assert (
+        run(["simulate", str(tmp_path / "own.yaml"), "--rate", "3", "--token-budget", "512", "--requests", "10"]) == 0
+    )
+    assert len(read) == 2
+
+
+def test_requests_that_are_cut_are_said(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("simulate", "--profile", path, "--rate", "0.001", "--token-budget", "512", "--workload")
+    found = told(capsys, *command, "poisson:prompt=500-1499,output=100", "--kv-tokens", "1024")
+    assert (found["cap_prompt"], found["cap_output"]) == (768, 256)
+    (warning,) = found["warnings"]
+    assert re.fullmatch(
+        r"7[23]\.\d% of the prompts are cut to 768 tokens, the most that the profile and .* room for", warning
+    )
+    (warning,) = told(capsys, *command, "poisson:prompt=999,output=400", "--kv-tokens", "1024")["warnings"]
+    cut = "100.0% of the prompts are cut to 768 tokens and 100.0% of the outputs are cut to 256 tokens, "
+    assert warning.startswith(cut)
+    for own in ("poisson:prompt=999,output=400,cap_prompt=700,cap_output=200", EVEN):
+        assert told(capsys, *command, own, "--kv-tokens", "1024")["warnings"] == []
+
+
+def test_requests_that_were_cut_when_they_were_measured_are_not_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = profiled().workload.model_copy(update={"cap_prompt": 300, "spec": EVEN})
+    save_profile(profiled(workload=facts), tmp_path / "p.yaml")
+    command = ("simulate", "--profile", str(tmp_path / "p.yaml"), "--rate", "0.1", "--token-budget", "512")
+    assert told(capsys, *command)["warnings"] == []
+    assert told(capsys, *command, "--workload", "poisson:prompt=700")["warnings"] != []
 
 
 def test_capacity_as_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import islice, pairwise, takewhile
 
 import pytest
@@ -54,6 +55,35 @@ def test_the_rate_holds_from_the_start() -> None:
     expected = 20 * 60 * 5.0
     assert sum(counts) == pytest.approx(expected, abs=5 * (expected * source.max_turns) ** 0.5)
     assert sum(counts[:10]) > 0.8 * expected / 2  # a cold start would give about half
+
+
+def test_conversations_under_way_at_0_are_those_of_any_later_moment() -> None:
+    """As many turns, as long prompts and as far into their conversations in the first seconds as long after."""
+    source = Conversations(rate=50.0, think_s=0.5)
+    early, late = [], []
+    for seed in range(20):
+        arrivals = list(takewhile(lambda a: a.time < 22, source.generate((0, seed))))
+        early += [a for a in arrivals if a.time < 3]
+        late += [a for a in arrivals if a.time >= 19]
+    expected = 20 * 3 * 50
+    spread = 5 * (expected * source.max_turns) ** 0.5
+    assert len(early) == pytest.approx(expected, abs=spread) and len(late) == pytest.approx(expected, abs=spread)
+    for mean in (lambda a: a.prompt_tokens, lambda a: len(a.segments)):
+        assert sum(map(mean, early)) / len(early) == pytest.approx(sum(map(mean, late)) / len(late), rel=0.1)
+
+
+def test_the_first_requests_take_no_longer_to_make_at_a_high_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    turns = Conversations._conversation
+
+    def counted(self: Conversations, seed, k: int, *rest) -> Iterator[Arrival]:
+        made.append(k)
+        return turns(self, seed, k, *rest)
+
+    monkeypatch.setattr(Conversations, "_conversation", counted)
+    found = list(parse_workload("shared-prefix").at_rate(1e6).arrivals(0, limit=100))
+    assert found[-1].time < 1e-3 and len(made) <= 102
+    assert sum(k < 0 for k in made) > 50, "most of them are turns of conversations begun before 0"
 
 
 def test_another_rate_has_the_same_conversations_and_thinking() -> None:

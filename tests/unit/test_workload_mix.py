@@ -64,6 +64,17 @@ def test_a_mix_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
     assert Counter(a.request_class for a in arrivals)["chat"] == 50
 
 
+@pytest.mark.parametrize("rows", ["5,10,2\n5,10,2\n", "5,10,2\n"])
+def test_a_trace_of_one_time_is_named_with_its_class(tmp_path: Path, rows: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    for text in (f"a={trace}@0.5+b=poisson@0.5", f"b=poisson@0.5+a={trace}@0.5", f"a={trace}@1"):
+        with pytest.raises(
+            InputError, match=r"class a: .*trace\.csv: all requests have one time; no rate can be given"
+        ):
+            parse_workload(text)
+
+
 def test_each_class_says_how_often_a_draft_is_right() -> None:
     mix = parse_workload("chat=poisson:acceptance=0.5@0.8+batch=poisson@0.2").at_rate(3.0)
     assert mix.acceptances == {"chat": 0.5, "batch": 0.0} and mix.may_draft
@@ -77,13 +88,13 @@ def test_each_class_says_how_often_a_draft_is_right() -> None:
     [
         ("chat=azure-conv@0.8+batch=azure-code@0.1", "the shares add up to 0.9; they must add up to 1"),
         ("chat=azure-conv@0.8+chat=azure-code@0.2", "class chat is given twice"),
-        ("chat=azure-conv@2+batch=azure-code@0.2", "class chat: share is '2'; it must be above 0 and at most 1"),
-        ("chat=azure-conv@x", "class chat: share is 'x'; it must be above 0 and at most 1, such as 0.8, 80% or 4/5"),
+        ("chat=azure-conv@2+batch=azure-code@0.2", "class chat: share is '2'; it must be a number from 1e-06 to 1"),
+        ("chat=azure-conv@x", "class chat: share is 'x'; it must be a number from 1e-06 to 1, such as 0.8, 80% or 4/5"),
         ("chat=azure-conv@0.8+batch=azure-code", "class batch has no share; write batch=azure-code@0.2"),
         ("chat=azure-conv@0.8+azure-code@0.2", "'azure-code@0.2' is no class; write CLASS=WORKLOAD@SHARE"),
         ("chat=nope@1", "class chat: 'nope' is no workload and no file; the workloads are azure-conv"),
         ("chat=poisson:rate=2@1", "class chat: rate is of all classes together, which --rate sets; drop it here"),
-        ("chat=poisson:acceptance=1.5@1", "class chat: acceptance is 1.5; it must be a number from 0 to 1"),
+        ("chat=poisson:acceptance=1.5@1", "class chat: acceptance is '1.5'; it must be a number from 0 to 1"),
         ("chat=poisson:promt=2@1", "class chat: 'promt' is no option of it; the options are rate"),
         ("chat=poisson@1+", "nothing follows the last +"),
         ("rate=2", "it names nothing; the workloads are"),

@@ -89,15 +89,15 @@ def test_paths_may_hold_commas_colons_and_dots(tmp_path: Path) -> None:
         ("poisson:rate=", "rate has no value; write rate=…"),
         ("poisson:rate=2,", "'' is no option of it"),
         ("poisson:rate=2,time=2", "rate and time are both given; give one"),
-        ("poisson:rate=fast", "rate is 'fast'; it must be a number above 0, such as 2, 0.5 or 1/8"),
+        ("poisson:rate=fast", "rate is 'fast'; it must be a number from 1e-09 to 1e+09, such as 0.5 or 1/8"),
         ("poisson:rate=0", "rate is '0'"),
         ("poisson:rate=1/0", "rate is '1/0'"),
         ("poisson:rate=inf", "rate is 'inf'"),
         ("poisson:length=-1", "length is '-1'"),
-        ("poisson:acceptance=-1", "acceptance is '-1'; it must be a number at least 0"),
-        ("poisson:acceptance=1.5", "acceptance is 1.5; it must be a number from 0 to 1"),
-        ("poisson:limit=0", "limit is '0'; it must be a whole number, at least 1"),
-        ("poisson:seed=-1", "seed is '-1'; it must be a whole number, at least 0"),
+        ("poisson:acceptance=-1", "acceptance is '-1'; it must be a number from 0 to 1"),
+        ("poisson:acceptance=1.5", "acceptance is '1.5'; it must be a number from 0 to 1"),
+        ("poisson:limit=0", "limit is '0'; it must be a whole number from 1 to 1000000000"),
+        ("poisson:seed=-1", "seed is '-1'; it must be a whole number from 0 to 9223372036854775807"),
         ("poisson:cap_prompt=1e3", "cap_prompt is '1e3'"),
         ("poisson:prompt=long", "prompt is 'long'; it must be tokens: 512 (always), 128-1024 (uniform)"),
         ("poisson:output=9-3", "output is '9-3'"),
@@ -107,6 +107,24 @@ def test_paths_may_hold_commas_colons_and_dots(tmp_path: Path) -> None:
         ("gamma:cv=0", "cv is '0'"),
         ("shared-prefix:turns=0.5", "turns is 0.5; it must be at least 1"),
         ("shared-prefix:tenants=0", "tenants is '0'"),
+        ("gamma:cv=1e-200", "cv is '1e-200'; it must be a number from 0.001 to 100"),
+        ("gamma:cv=1e200", "cv is '1e200'; it must be a number from 0.001 to 100"),
+        ("poisson:prompt=512~1e200", "prompt is '512~1e200'; it must be tokens: 512 (always)"),
+        ("poisson:prompt=512~1e-200", "prompt is '512~1e-200'"),
+        ("poisson:prompt=1e300~1", "prompt is '1e300~1'"),
+        ("poisson:prompt=100000000000000000000", "at most 100); at most 1000000000 tokens"),
+        ("poisson:output=1-100000000000", "output is '1-100000000000'"),
+        ("azure-conv:length=1e308", "length is '1e308'; it must be a number from 1e-09 to 1e+09"),
+        ("azure-conv:time=1e-300", "time is '1e-300'"),
+        ("azure-conv:rate=1/1e300", "rate is '1/1e300'"),
+        ("azure-conv:cap_output=10000000000", "cap_output is '10000000000'; it must be a whole number from 1 to "),
+        ("poisson:limit=" + "9" * 5000, "it must be a whole number from 1 to 1000000000"),
+        ("poisson:rate=1_000", "rate is '1_000'; it must be a number"),
+        ("poisson:limit=1_000", "limit is '1_000'; it must be a whole number"),
+        ("poisson:prompt=1_000", "prompt is '1_000'"),
+        ("shared-prefix:turns=1e300", "turns is '1e300'; it must be a number"),
+        ("shared-prefix:turns=1e6", "turns is 1000000.0; it must be at least 1 and at most 1000"),
+        ("shared-prefix:tenants=1000000000", "tenants is '1000000000'; it must be a whole number from 1 to 10000"),
     ],
 )
 def test_errors_quote_the_text_and_say_what_is_allowed(text: str, complaint: str) -> None:
@@ -114,6 +132,23 @@ def test_errors_quote_the_text_and_say_what_is_allowed(text: str, complaint: str
         parse_workload(text)
     assert complaint in str(caught.value)
     assert str(caught.value).startswith(f'workload "{text}": ')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gamma:cv=0.001",
+        "gamma:cv=100",
+        "poisson:prompt=1000000000~100,output=1-1000000000",
+        "poisson:prompt=1000000000,length=1e9,time=1e-9",
+        "azure-code:length=1e-9,time=1e9",
+        "shared-prefix:turns=1000,think=1e-9,user=1e9,answer=1e-9",
+        "shared-prefix:tenants=10000,think=1e9,length=1e9",
+    ],
+)
+def test_what_is_read_can_be_generated(text: str) -> None:
+    for arrival in parse_workload(text).arrivals(0, limit=20):
+        assert arrival.prompt_tokens >= 1 and arrival.output_tokens >= 1 and 0 <= arrival.time < 1e20
 
 
 @given(

@@ -82,6 +82,11 @@ def test_scaled_traces_still_share(write) -> None:
 def test_format_is_guessed_by_content_not_by_name(write) -> None:
     assert guess_reader(write("\n" + CSV, "trace.jsonl")) is read_azure
     assert guess_reader(write(mooncake(row()), "trace.csv")) is read_mooncake
+    quoted = write('"TIMESTAMP","ContextTokens","GeneratedTokens"\n"0","5","1"\n"2","6","1"\n')  # as R writes it
+    assert guess_reader(quoted) is read_azure and len(read_azure(quoted)) == 2
+    for text in ('"' + "x" * 200_000, '"TIMESTAMP,ContextTokens,GeneratedTokens"\n'):
+        with pytest.raises(InputError, match=r"line 1: .* is no trace"):
+            guess_reader(write(text))
     with pytest.raises(InputError, match=r"line 1: 'hello' is no trace; it must be a CSV with columns TIMESTAMP"):
         guess_reader(write("hello\n"))
 
@@ -108,7 +113,7 @@ def test_limit_reads_no_further_than_it_plays(write) -> None:
 def test_all_at_once_cannot_be_given_a_rate(write) -> None:
     path = write(HEADER + "5,1,1\n5,1,1\n5,1,1\n")
     assert [a.time for a in parse_workload(f"{path}").arrivals(0)] == [0, 0, 0]
-    with pytest.raises(InputError, match="all requests have one time"):
+    with pytest.raises(InputError, match=r"all requests have one time; .* \(bin=1 spreads them over a second\)"):
         parse_workload(f"{path},rate=2")
 
 
@@ -162,6 +167,8 @@ def test_a_bin_is_guessed_only_where_times_repeat() -> None:
         (HEADER + "0,5,-1\n", "line 2: GeneratedTokens is '-1'; it must be a whole number, at least 0"),
         (HEADER + "0,5,1.5\n", r"line 2: GeneratedTokens is '1.5'"),
         (HEADER + "0,,1\n", "line 2: ContextTokens is ''"),
+        (HEADER + "0,1_000,1\n", "line 2: ContextTokens is '1_000'; it must be a whole number"),
+        (HEADER + "1_000,5,1\n", "line 2: TIMESTAMP is '1_000'; it must be a date and time"),
         (HEADER + "5,5,1\n3,5,1\n", "line 3: its time is 2 s before the line above; times must not descend"),
         (b"\xff\xfe\x00T\x00I", "not UTF-8 text"),
     ],
@@ -188,6 +195,13 @@ def test_malformed_csv(write, text, complaint: str) -> None:
         (mooncake(row(output_length=-2)), "line 1: output_length is -2"),
         (mooncake(row(hash_ids=(1,))), "line 1: hash_ids has 1 ids; 600 prompt tokens need 2 of 512 tokens"),
         (mooncake(row() | {"hash_ids": "ab"}), "line 1: hash_ids is 'ab'; it must be a list of whole numbers"),
+        (
+            mooncake(row(hash_ids=(-1, -2))),
+            r"line 1: hash_ids is \[-1, -2\]; it must be a list of whole numbers from 0",
+        ),
+        (mooncake(row(hash_ids=(True, 2))), r"line 1: hash_ids is \[True, 2\]"),
+        (mooncake(row(hash_ids=(2**64, 2))), "line 1: hash_ids is"),
+        ('{"timestamp": ' + "9" * 5000 + "}\n", "line 1: not JSON"),
         (mooncake(row(tenant=3)), "line 1: tenant is 3; it must be text"),
         (mooncake(row(9), row(3)), r"line 2: its time is 0\.006 s before the line above"),
     ],
