@@ -16,10 +16,13 @@ from autotune import __version__
 from autotune.cli.display import Display, duration
 from autotune.cli.main import app, run
 from autotune.cli.options import seconds
-from autotune.cli.profile_output import activation, longer, next_steps
+from autotune.cli.profile_output import Files, activation, longer, next_steps
 from autotune.cli.profile_study import stem
 from autotune.engines.own import default_model
 from autotune.profile import save_profile
+from autotune.profile.schema import profiles_folder
+from autotune.profile.text import is_profile
+from autotune.profiling.assemble import sidecar
 from autotune.report.profile_table import rows, show, table
 from autotune.report.tables import turned
 from runtime.errors import InputError
@@ -85,6 +88,42 @@ def test_no_gpu_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[s
         f"--gpu: PyTorch sees no CUDA device (torch {torch.__version__}). "
         "Install a CUDA build of torch, or drop --gpu to profile the CPU."
     )
+
+
+CALLABLE = ("--callable", "math:fsum", "--inputs", "mine.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("mine.yaml", ()), ("mine.points.jsonl", ()), ("mine.yaml", CALLABLE)],
+    ids=["yaml", "points", "callable"],
+)
+@pytest.mark.parametrize(
+    "content", ["services:\n  web: {image: nginx}\n", "schema_version: 1\n", '{"a": 1}\n', "my notes\n", "\xff"]
+)
+def test_profile_replaces_no_file_of_another_kind(
+    capsys: pytest.CaptureFixture[str], name: str, content: str, more: tuple[str, ...]
+) -> None:
+    Path(name).write_text(content, encoding="latin-1")
+    assert run(["profile", "--out", "mine.yaml", *more]) == 2
+    says = "is no profile" if name == "mine.yaml" else "holds no runs of a profile"
+    error = capsys.readouterr().err
+    assert error == f"error: --out: {name} exists and {says}; name another file\n"
+    assert Path(name).read_text(encoding="latin-1") == content and len(list(Path().iterdir())) == 1
+
+
+def test_profiles_of_every_kind_and_version_may_be_replaced(tmp_path: Path) -> None:
+    files = [*(Path(__file__).parent / "data").glob("*profile-version-*.yaml"), *profiles_folder().glob("*.yaml")]
+    assert len(files) > 5 and all(is_profile(file.read_bytes()[:65536]) for file in files)
+    save_profile(sample_profile(), tmp_path / "mine.yaml")
+    found = full_profile()
+    (tmp_path / "mine.points.jsonl").write_text(sidecar(findings()))
+    for blank in ("", "\n\n"):
+        assert Files.of(tmp_path / "mine.yaml", None).profile == tmp_path / "mine.yaml"
+        (tmp_path / "mine.points.jsonl").write_text(blank)
+    save_profile(found, tmp_path / "mine.yaml")
+    (tmp_path / "mine.points.jsonl").write_text("".join(line + "\n" for line in sidecar(findings()).splitlines()[-1:]))
+    assert Files.of(tmp_path / "mine.yaml", None).points == tmp_path / "mine.points.jsonl"
 
 
 def test_an_unreadable_model_directory(
