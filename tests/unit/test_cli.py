@@ -177,6 +177,54 @@ def test_the_verbs_fit_one_screen(capsys: pytest.CaptureFixture[str], monkeypatc
     )
 
 
+SHOWS = [
+    ["show", "cpu-2core-tiny"],
+    ["show", "cpu-2core-tiny", "--json"],
+    ["profiles"],
+    ["show", "--help"],
+    ["--version"],
+]
+
+
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_a_reader_that_has_gone_changes_no_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w", encoding="utf-8") as pipe, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", pipe)
+        assert run(words) == 0
+        assert sys.stdout is pipe
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_a_stdout_on_a_full_disk_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert run(words) == 2
+    assert capsys.readouterr().err == "error: stdout cannot be written (No space left on device)\n"
+
+
+def test_the_process_ends_with_the_same_codes() -> None:
+    """Python flushes stdout once more as it ends."""
+    command = [sys.executable, "-m", "autotune", "show", "cpu-2core-tiny", "--json"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    gone = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writes)
+    assert (gone.returncode, gone.stderr) == (0, b"")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as out:
+            full = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=False, timeout=60)
+        assert full.returncode == 2 and full.stderr.startswith(b"error: stdout cannot be written (")
+        assert full.stderr.count(b"\n") == 1
+
+
 def test_help_starts_without_torch_or_optuna() -> None:
     code = (
         "import sys\nfrom autotune.cli.main import run\nassert run(['--help']) == 0\n"
