@@ -8,12 +8,13 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from runtime.errors import InputError
 
 _SUFFIX = ".tmp"
+_LOOKED_AT = 65536  # bytes of a file's beginning
 _ABANDONED_S = 60.0  # a write takes far less; what is older belonged to a process that was killed
 
 
@@ -60,6 +61,24 @@ def writable(option: str, path: Path) -> None:
     refused = _refused(path.parent, os.W_OK | os.X_OK) or (_refused(path) if path.exists() else None)
     if refused is not None:
         raise InputError(f"{option}: {path} cannot be written ({refused.strerror})")
+
+
+def replaceable(option: str, path: Path, ours: Callable[[bytes], bool], otherwise: str) -> None:
+    """Raises :class:`InputError` that names ``option`` when at ``path`` is a file that is not ``ours`` by its beginning.
+
+    ``otherwise``: what such a file is, as in "is no profile". A file that cannot be read is not ours; one that is blank, or not
+    there, nobody misses.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_LOOKED_AT)
+        known = not begin.strip() or ours(begin)
+    except OSError:
+        known = False
+    if not known:
+        raise InputError(f"{option}: {path} exists and {otherwise}; name another file")
 
 
 def _refused(place: Path, mode: int = os.W_OK) -> OSError | None:

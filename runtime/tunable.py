@@ -229,6 +229,11 @@ class Tunable(Protocol):
     @property
     def epoch(self) -> int: ...
 
+    @property
+    def closed(self) -> bool:
+        """Whether it accepts nothing more and its knobs no longer move."""
+        ...
+
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
         """Put ``knobs`` in force from the next step on; returns the new epoch (the old one if nothing changed).
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,7 @@ def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:
         raise ConnectionError(f"{path}: {ENDED}")
     try:
         reply = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         reply = None
     if not isinstance(reply, dict):
         raise ConnectionError(f"{path}: what answers there is no controller")
@@ -70,8 +73,23 @@ def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:
 
 def tell(target: str | None, do: str, *, as_json: bool, **fields: Any) -> None:
     """Ask for one thing and print the status after it."""
+    path = choose(target)
     try:
-        status = ask(choose(target), do, **fields)["status"]
+        with understood(path):
+            status = ask(path, do, **fields)["status"]
+            said = json.dumps(status) if as_json else f"process {status['pid']}: {status['line']}"
     except ConnectionError as error:
         raise InputError(str(error)) from None
-    print(json.dumps(status) if as_json else f"process {status['pid']}: {status['line']}")
+    print(said)
+
+
+@contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """Reads what ``path`` replied. Raises :class:`InputError` of one line where that is not what this version replies."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        logging.getLogger(__name__).debug("a reply that cannot be read", exc_info=error)
+        raise InputError(f"{path}: speaks another version; use the autotune it was started with") from error

@@ -19,7 +19,7 @@ HELP = (
     "the name of a shipped profile."
 )
 EXAMPLES = (
-    "Examples:  autotune export mine.yaml --to vllm --for interactive  ·  "
+    "Examples:  autotune export mine.yaml --to vllm --for interactive --allow-lossy  ·  "
     "autotune export embed.yaml --to triton --out config.pbtxt"
 )
 

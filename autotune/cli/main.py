@@ -29,6 +29,7 @@ from autotune.cli import (
     watch,
 )
 from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
+from autotune.cli.output import guarded
 from autotune.version import __version__
 from runtime.errors import InputError, ModelError
 
@@ -104,7 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of the command. Wrong input is one line on stderr and never a traceback."""
+    """The exit code of the command. Wrong input is one line on stderr and never a traceback, and so is a stdout that cannot be
+    written; one whose reader has gone, as after ``| head``, changes nothing."""
+    try:
+        with guarded():
+            return _run(arguments)
+    except InputError as error:
+        return _complain(str(error))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         result = app(args=given, prog_name="autotune", standalone_mode=False, obj=given)
@@ -122,12 +132,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ClickException as error:
         return _complain(str(getattr(error, "message", error)))
     except (KeyboardInterrupt, typer.Abort):
-        print("stopped", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # `autotune show … | head`
         with contextlib.suppress(OSError):
-            sys.stderr.close()
-        return DONE
+            print("stopped", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _usage(error: Any) -> str:
@@ -161,7 +168,8 @@ def _wrong_value(error: Any) -> str | None:
 
 def _complain(text: str) -> int:
     """One line, whatever the exception held: a second line would hide the first in a log."""
-    print("error: " + " ".join(text.split()), file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads stderr: the exit code still says it
+        print("error: " + " ".join(text.split()), file=sys.stderr)
     return BAD_INPUT
 
 

@@ -77,11 +77,12 @@ def profile_callable(
     """Profile the callable; 0, or 1 if the SLO is missed, or 130 if stopped."""
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.profile.text import is_profile
     from autotune.profiling.callable import identity
     from autotune.profiling.calls import FunctionFailed
     from autotune.profiling.study import open_study
     from autotune.profiling.subject import load_subject
-    from autotune.writing import writable
+    from autotune.writing import replaceable, writable
 
     question = _question(strategy, most, replicas, slo, rate, budget, seed)
     if inputs is None:
@@ -92,6 +93,7 @@ def profile_callable(
     journal = place.with_suffix(".journal")
     for path in (place, journal):
         writable("--out", path)
+    replaceable("--out", place, is_profile, "is no profile")
     console = make_console(stderr=as_json)
     with stop_on_interrupt() as stop:
         subject = load_subject(name, inputs, cost)
@@ -143,6 +145,7 @@ def _sweep(
         console.print(
             f"stopped before the first setting was tried; nothing written to {place}. Run the same command to go on.",
             highlight=False,
+            markup=False,
         )
         return INTERRUPTED
     made = assemble(

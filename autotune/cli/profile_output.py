@@ -15,10 +15,11 @@ from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.export import TARGETS, export
 from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, profile_text
 from autotune.profile.fingerprint import software
+from autotune.profile.text import is_profile, is_sidecar
 from autotune.profiling.assemble import assemble, of_engine, sidecar
 from autotune.profiling.findings import Findings, Question
 from autotune.report.profile_table import show
-from autotune.writing import writable, write_together
+from autotune.writing import replaceable, writable, write_together
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Files:
 
     @classmethod
     def of(cls, out: Path, study: Path | None) -> Files:
-        """Paths from ``--out`` and ``--study``. Raises :class:`InputError` when one of them cannot be written."""
+        """Paths from ``--out`` and ``--study``. Raises :class:`InputError` when one of them cannot be written, or
+        when what is there is somebody else's."""
         try:
             str(out).encode()
         except UnicodeEncodeError:  # its stem becomes the profile's name, which is text
@@ -84,6 +86,8 @@ class Files:
             raise InputError(f"--study: {study} is what --out writes; name another file")
         for option, path in (("--out", files.profile), ("--out", files.points), ("--study", files.journal)):
             writable(option, path)
+        replaceable("--out", files.profile, is_profile, "is no profile")
+        replaceable("--out", files.points, is_sidecar, "holds no runs of a profile")
         return files
 
 

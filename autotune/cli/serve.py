@@ -161,6 +161,8 @@ def serve(
         raise InputError(
             f"--decisions is {decisions}, but no controller is attached; it goes with --slo and without --no-control"
         )
+    if decisions is not None and records is not None and decisions.resolve() == records.resolve():
+        raise InputError(f"--records: {records} is where --decisions writes; name another file")
     if profile is None and purpose != "balanced":
         raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
     if not classes and slo is None and start_with is not None:

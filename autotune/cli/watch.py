@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from autotune.cli.connection import ENDED, TARGET_HELP, ask, choose
+from autotune.cli.connection import ENDED, TARGET_HELP, ask, choose, understood
 from autotune.cli.exits import DONE
 from runtime.errors import InputError
 
@@ -22,78 +25,104 @@ if TYPE_CHECKING:
 
 HELP = (
     "Watch a live controller: its knobs, attainment, its regime, and its last decisions. Ctrl-C ends "
-    "watching, not the process. Exit codes: 0 watched until Ctrl-C or its end; 2 no such process, or several to choose from."
+    "watching, not the process. Exit codes: 0 watched until Ctrl-C or its end, or until nobody reads the output; 2 no such "
+    "process, or several to choose from."
 )
 EXAMPLES = "Examples:  autotune watch  ·  autotune watch 4711 --once --json"
 _SHOWN = 8  # decisions in the live view
+_LONGEST_S = 3600.0  # between two looks
 
 
 def watch(
     target: Annotated[str | None, Argument(metavar="[PID|SOCKET]", help=TARGET_HELP, show_default=False)] = None,
     once: Annotated[bool, Option("--once", help="Print how it stands now, and end.")] = False,
-    every: Annotated[float, Option(help="Seconds between looks.", min=0.1)] = 1.0,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object a look.")] = False,
+    every: Annotated[float, Option(help="Seconds between looks.", min=0.1, max=_LONGEST_S)] = 1.0,
+    as_json: Annotated[
+        bool, Option("--json", help="Print one JSON object a look, with the decisions since the one before.")
+    ] = False,
 ) -> int:
     """Watch until Ctrl-C, or until it ends."""
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.output import reader_has_gone
 
     path, console = choose(target), make_console()
     view = _Live(console) if console.is_terminal and not as_json else _Lines(as_json=as_json)
+    look: _Look | None = None
     try:
         if once:
-            _show_once(console, *_look(path), as_json=as_json)
+            look = _look(path)
+            with understood(path):
+                drawn = _as_json(look) if as_json else _table(look.status, look.decisions, width=console.width)
+            if as_json:
+                print(drawn)
+            else:
+                console.print(drawn)
             return DONE
         with stop_on_interrupt() as stop, view:
             while not stop.is_set():
-                view.show(*_look(path))
+                look = _look(path, look)
+                with understood(path):
+                    show = view.drawn(look)
+                show()
+                if reader_has_gone():
+                    break
                 stop.wait(every)
     except ConnectionError as error:
-        if not view.shown:
+        if look is None:
             raise InputError(str(error)) from None
         why = str(error) if path.exists() else f"{path}: {ENDED}"
-        console.print(why, markup=False, highlight=False, soft_wrap=True)
+        said = make_console(stderr=True) if as_json else console  # stdout is JSON alone
+        said.print(why, markup=False, highlight=False, soft_wrap=True)
     return DONE
 
 
-def _look(path: Path) -> tuple[dict[str, Any], list[Decision]]:
+class _Look(NamedTuple):
+    """``decisions``: those since the look before, of the first look the last few; ``missed``: how many more there were, which the
+    controller no longer has; ``total``: how many there have ever been."""
+
+    status: dict[str, Any]
+    decisions: list[Decision]
+    missed: int
+    total: int
+
+
+def _look(path: Path, before: _Look | None = None) -> _Look:
     from autotune.control.decision_log import Decision
 
-    status = ask(path, "status")["status"]
-    decisions = ask(path, "decisions", last=_SHOWN)["decisions"]
-    return status, [Decision.of(fields) for fields in decisions]
+    wanted = {"last": _SHOWN} if before is None else {"since": before.total}
+    with understood(path):
+        status = ask(path, "status")["status"]
+        reply = ask(path, "decisions", **wanted)
+        decisions, total = [Decision.of(fields) for fields in reply["decisions"]], reply["total"]
+        restarted = before is None or total < before.total  # then it counts anew
+        return _Look(status, decisions, 0 if restarted else total - wanted["since"] - len(decisions), total)
 
 
-def _show_once(console: Console, status: dict[str, Any], decisions: list[Decision], *, as_json: bool) -> None:
-    if as_json:
-        print(_as_json(status, decisions))
-    else:
-        console.print(_table(status, decisions, width=console.width))
-
-
-def _as_json(status: dict[str, Any], decisions: list[Decision]) -> str:
-    return json.dumps({"status": status, "decisions": [json.loads(d.as_json()) for d in decisions]})
+def _as_json(look: _Look) -> str:
+    decisions = [json.loads(d.as_json()) for d in look.decisions]
+    return json.dumps({"status": look.status, "decisions": decisions, "missed": look.missed})
 
 
 class _Lines:
     """For a pipe: a line a look, and every decision once, as it comes."""
 
     def __init__(self, *, as_json: bool) -> None:
-        self.shown = 0
         self._as_json = as_json
-        self._seen: list[Decision] = []
 
-    def show(self, status: dict[str, Any], decisions: list[Decision]) -> None:
+    def drawn(self, look: _Look) -> Callable[[], None]:
+        """What prints it."""
         from autotune.control.explain import timeline
 
         if self._as_json:
-            print(_as_json(status, decisions), flush=True)
+            lines = [_as_json(look)]
         else:
-            for line in timeline((d for d in decisions if d not in self._seen), dates=False):
-                print(line)
-            print(f"{time.strftime('%H:%M:%S')}      {status['line']}", flush=True)
-        self._seen = decisions
-        self.shown += 1
+            now = time.strftime("%H:%M:%S")
+            lines = [f"{now}      {look.missed} decisions are missing here: the controller keeps the latest"] * (
+                look.missed > 0
+            )
+            lines += [*timeline(look.decisions, dates=False), f"{now}      {look.status['line']}"]
+        return partial(print, "\n".join(lines), flush=True)
 
     def __enter__(self) -> _Lines:
         return self
@@ -108,12 +137,13 @@ class _Live:
     def __init__(self, console: Console) -> None:
         from rich.live import Live
 
-        self.shown = 0
         self._live = Live(console=console, auto_refresh=False)
+        self._decisions: deque[Decision] = deque(maxlen=_SHOWN)
 
-    def show(self, status: dict[str, Any], decisions: list[Decision]) -> None:
-        self._live.update(_table(status, decisions), refresh=True)
-        self.shown += 1
+    def drawn(self, look: _Look) -> Callable[[], None]:
+        """What prints it."""
+        self._decisions.extend(look.decisions)
+        return partial(self._live.update, _table(look.status, [*self._decisions]), refresh=True)
 
     def __enter__(self) -> _Live:
         self._live.start()
@@ -163,9 +193,12 @@ def _table(status: dict[str, Any], decisions: list[Decision], *, width: int | No
     several = len(status["classes"]) > 1
     for name, fared in status["classes"].items():
         if several and fared["offered"]:
-            facts.add_row(name, Text(f"{fared['attainment']:.1%} of {fared['offered']} within {fared['slo']}"))
+            facts.add_row(Text(name), Text(f"{fared['attainment']:.1%} of {fared['offered']} within {fared['slo']}"))
         for metric, found in fared["latencies_ms"].items():
-            facts.add_row(f"{name} {metric}" if several else metric, _latency(found, fared["targets_ms"].get(metric)))
+            title = Text(f"{name} {metric}" if several else metric)
+            facts.add_row(title, _latency(found, fared["targets_ms"].get(metric)))
+    if status["closed"]:
+        facts.add_row("engine", Text("closed: its knobs no longer move", style="red"))
     facts.add_row("regime", Text(status["regime"]))
     if (status["overdue_s"] or 0.0) >= OVERDUE_S:
         facts.add_row("step records", Text(f"no step record for {status['overdue_s']:.1f} s", style="red"))

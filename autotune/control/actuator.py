@@ -20,8 +20,8 @@ class Actuator:
     """Puts proposals in force and logs them.
 
     ``now``: the engine's time as last known, s; ``regime``: that of the last proposal; ``start``: the knobs that the controller
-    began with, the profile's if there is one; ``changed``: whether any proposal has changed the knobs. With ``observe_only``
-    it sets nothing.
+    began with, the profile's if there is one; ``changed``: whether any proposal has changed the knobs; ``logged``: how many
+    decisions there have been. With ``observe_only`` it sets nothing.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Actuator:
         self._unmet = ""
         self.start = self._before
         self.changed = False
+        self.logged = 0
 
     def begin(self, start: Knobs | None) -> None:
         """Set ``start``, within the operator's bounds and pins, at once."""
@@ -95,6 +96,7 @@ class Actuator:
         """``old`` and ``new`` are the knobs in force unless given."""
         before, after = (knobs or self._engine.knobs for knobs in (old, new))
         wall = None if self._wall is None else round(self._wall(), 3)
+        self.logged += 1
         self.decisions.add(
             Decision(
                 round(self.now, 6), action, self.regime, before.as_dict(), after.as_dict(), self._engine.epoch, cause,

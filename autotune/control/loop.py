@@ -244,7 +244,7 @@ class Control(ReportsRates):
         """Leave the knobs alone until :meth:`resume`, and keep learning. Per-step budgets are off meanwhile, so one last
         decision sets knobs that hold without them."""
         with self._lock:
-            self._check_attached()
+            self._check_in_force()
             self._by_the_clock()
             if not self._paused:
                 self._paused = True
@@ -255,7 +255,7 @@ class Control(ReportsRates):
     def resume(self) -> None:
         """Have the controller decide again, after :meth:`pause` or :meth:`set`."""
         with self._lock:
-            self._check_attached()
+            self._check_in_force()
             self._by_the_clock()
             if self._paused:
                 self._paused = False
@@ -298,6 +298,12 @@ class Control(ReportsRates):
         with self._lock:
             return list(self.decisions)[-count:] if count > 0 else []
 
+    def since(self, number: int) -> tuple[list[Decision], int]:
+        """Those after the ``number``-th, as far as they are in memory, newest last; and how many there have been."""
+        with self._lock:
+            total = self._actuator.logged
+            return self.latest(total - number if number <= total else total), total
+
     def steer(self, path: str | Path | None = None) -> Path:
         """Open the local socket of ``autotune watch``, ``pause`` and ``set`` (:mod:`.remote`); closes with this.
 
@@ -324,11 +330,12 @@ class Control(ReportsRates):
         with self._lock:
             regime, paused, ended = self.regime, self._paused, self._ended
             knobs, seen = self._engine.knobs, self._attainment.copy()
-            overdue = None if ended else self._watchdog.seconds
+            overdue, closed = None if ended else self._watchdog.seconds, self._engine.closed
         return Status(
             knobs, regime, seen.all.attainment(), seen.default, paused, self.observe_only, ended, seen.by_class(),
             seen.all.rejections(), overdue,
             tuple(name for name, effect in self._engine.capabilities.knobs.items() if effect == "none"), self._engine.limits,
+            closed,
         )  # fmt: skip
 
     @property
@@ -374,3 +381,9 @@ class Control(ReportsRates):
     def _check_attached(self) -> None:
         if self._ended:
             raise AutotuneError("the controller has been detached")
+
+    def _check_in_force(self) -> None:
+        """The same, and on an engine whose knobs still move."""
+        self._check_attached()
+        if self._engine.closed:
+            raise EngineClosedError("the engine is closed")

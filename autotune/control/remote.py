@@ -5,7 +5,8 @@ One JSON object a line, each way::
     {"do": "status"}                              {"status": {"regime": …, "knobs": {…}, …}}
     {"do": "pause"}, "resume" or "kill"           the status after it
     {"do": "set", "knobs": {"token_budget": 512}} the status after it; the controller pauses
-    {"do": "decisions", "last": 20}               {"decisions": [{…}, …]}, newest last
+    {"do": "decisions", "last": 20}               {"decisions": [{…}, …], "total": 57}, newest last
+    {"do": "decisions", "since": 57}              the same of those after the 57th, as far as they are in memory
     anything else                                 {"error": "…"} naming the field, its value, and what is allowed
 
 Each client has a thread of its own, and the engine's is never called. The client: :func:`autotune.cli.connection.ask`.
@@ -20,6 +21,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import socket
 import socketserver
 import stat
@@ -40,7 +42,14 @@ MOST_CLIENTS: Final = 16  # served at once; the next waits for its turn
 MOST_DECISIONS: Final = 1024
 _BREATH_S = 0.002  # between two answers, so that a flood of requests leaves the interpreter to the engine
 _LONGEST_PATH = 100  # bytes; the system's own bound is 104 to 108
-_FIELDS = {"status": None, "pause": None, "resume": None, "kill": None, "set": "knobs", "decisions": "last"}
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "status": (),
+    "pause": (),
+    "resume": (),
+    "kill": (),
+    "set": ("knobs",),
+    "decisions": ("last", "since"),
+}
 _naming = threading.Lock()
 
 
@@ -107,16 +116,20 @@ class SteeringServer(socketserver.ThreadingUnixStreamServer):
         self.over, self.free, self._turn = threading.Event(), threading.Semaphore(MOST_CLIENTS), threading.Lock()
         with _naming:
             self.path = _place(path)
-            unfinished = Path(f"{self.path}~")
+            # a name that nobody has, or binding fails; short, for a path has its bound
+            unfinished = self.path.with_name(f".{secrets.token_urlsafe(3)[:3]}")
             super().__init__(os.fspath(unfinished), _Client, bind_and_activate=False)
+            bound = False
             try:
-                unfinished.unlink(missing_ok=True)
                 self.server_bind()
+                bound = True
                 unfinished.chmod(0o600)
                 self.server_activate()
                 unfinished.rename(self.path)  # only now, as it listens, is it seen
             except OSError as error:
                 self.server_close()
+                if bound:
+                    unfinished.unlink(missing_ok=True)
                 raise InputError(f"steer: {self.path} cannot be made: {error.strerror}") from None
         atexit.register(self.stop)
         self._thread = threading.Thread(target=self._run, name=f"steering {self.path.name}", daemon=True)
@@ -164,14 +177,12 @@ class SteeringServer(socketserver.ThreadingUnixStreamServer):
         verb = request.pop("do", None)
         if not isinstance(verb, str) or verb not in _FIELDS:
             raise ValueError(f"do is {verb!r:.60}; it must be one of {', '.join(_FIELDS)}")
-        field = _FIELDS[verb]
-        for name in request.keys() - {field}:
-            raise ValueError(f"{name!r:.60} is not a field of {verb}" + (f"; {field} is" if field else ""))
+        fields = _FIELDS[verb]
+        for name in request.keys() - {*fields}:
+            known = f"; {' and '.join(fields)} {'is' if len(fields) == 1 else 'are'}" if fields else ""
+            raise ValueError(f"{name!r:.60} is not a field of {verb}{known}")
         if verb == "decisions":
-            last = request.get("last", 20)
-            if isinstance(last, bool) or not isinstance(last, int) or not 1 <= last <= MOST_DECISIONS:
-                raise ValueError(f"last is {last!r:.60}; it must be a whole number between 1 and {MOST_DECISIONS}")
-            return {"decisions": [json.loads(decision.as_json()) for decision in self._control.latest(last)]}
+            return self._decisions(**request)
         if verb == "set":
             knobs = request.get("knobs")
             if not isinstance(knobs, dict) or not knobs:
@@ -181,6 +192,20 @@ class SteeringServer(socketserver.ThreadingUnixStreamServer):
             getattr(self._control, verb)()
         status = self._control.status()
         return {"status": {**self._about, **status.as_dict(), "line": str(status)}}
+
+    def _decisions(self, last: Any = None, since: Any = None) -> dict[str, Any]:
+        if since is None:
+            last = 20 if last is None else last
+            if isinstance(last, bool) or not isinstance(last, int) or not 1 <= last <= MOST_DECISIONS:
+                raise ValueError(f"last is {last!r:.60}; it must be a whole number between 1 and {MOST_DECISIONS}")
+        elif last is not None:
+            raise ValueError("last and since are both given; decisions takes one of them")
+        elif isinstance(since, bool) or not isinstance(since, int) or since < 0:
+            raise ValueError(f"since is {since!r:.60}; it must be a whole number of at least 0")
+        found, total = self._control.since(since or 0)
+        if last is not None:
+            found = found[-last:]
+        return {"decisions": [json.loads(decision.as_json()) for decision in found], "total": total}
 
 
 class _Client(socketserver.StreamRequestHandler):

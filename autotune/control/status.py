@@ -38,7 +38,7 @@ class Status:
     """``attainment`` is over the latest requests that have ended, each judged by the SLO of its class; so are ``classes``
     (``default``: those of no class of their own) and ``rejections``, rejected requests by cause. ``overdue_s``: seconds for which
     the record of a step has been due; None while none is, as for an engine with nothing to do. ``without``: the knobs that the
-    engine does not have. ``limits``: its ceilings."""
+    engine does not have. ``limits``: its ceilings. ``closed``: the engine is, and its knobs no longer move."""
 
     knobs: Knobs
     regime: str
@@ -52,6 +52,7 @@ class Status:
     overdue_s: float | None = None
     without: tuple[str, ...] = ()
     limits: KnobLimits = field(default_factory=KnobLimits)
+    closed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -62,6 +63,7 @@ class Status:
             "paused": self.paused,
             "observe_only": self.observe_only,
             "ended": self.ended,
+            "closed": self.closed,
             "knobs": self.knobs.as_dict(),
             "classes": {name: status.as_dict() for name, status in self.classes.items()},
             "rejections": dict(self.rejections),
@@ -75,7 +77,13 @@ class Status:
         share = (
             f"attainment {seen.share:.1%} of the last {seen.offered}" if seen.offered else "no request has ended yet"
         )
-        state = "detached" if self.ended else "paused" if self.paused else "observing" if self.observe_only else ""
+        states = {
+            "detached": self.ended,
+            "the engine is closed": self.closed,
+            "paused": self.paused,
+            "observing": self.observe_only,
+        }
+        state = next((text for text, so in states.items() if so), "")
         shown = (s for s in k.shown if s.name not in self.without)
         knobs = ", ".join(f"{s.short} {getattr(k, s.name):.10g}{' ms' if s.unit == 'ms' else ''}" for s in shown)
         overdue = "" if (self.overdue_s or 0.0) < OVERDUE_S else f"no step record for {self.overdue_s:.1f} s"

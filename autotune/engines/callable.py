@@ -75,6 +75,10 @@ class CallableEngine:
         return self.batcher.epoch
 
     @property
+    def closed(self) -> bool:
+        return self.batcher.closed
+
+    @property
     def slos(self) -> Mapping[str, SLO]:
         return self.batcher.slos
 

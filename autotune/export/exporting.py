@@ -18,7 +18,7 @@ from autotune.export.target import Entry, ExportTarget, Fit, Rows, S, Value, num
 from autotune.export.targets import TARGETS
 from autotune.profile import RECOMMENDED, ModelFacts, Profile
 from autotune.profile.callable import CallableProfile
-from autotune.writing import write_whole
+from autotune.writing import replaceable, write_whole
 from runtime.errors import InputError
 
 PUBLISHED: Mapping[str, str | None] = {
@@ -75,8 +75,7 @@ class Export:
             raise InputError(f"--out: {path} must end in {allowed}, or {self.target.title} does not read it")
         if path.is_dir():
             raise InputError(f"--out: {path} is a directory; name a file")
-        if path.exists() and not _is_export(path):
-            raise InputError(f"--out: {path} exists and was not {MARK}; name another file")
+        replaceable("--out", path, _is_export, f"was not {MARK}")
         write_whole(path, self.text(path))
 
     def changes_to(self, path: Path) -> dict[str, tuple[Any, Value]]:
@@ -235,9 +234,5 @@ def _spelled(key: str) -> str:
     return key.replace("_", "-")
 
 
-def _is_export(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return MARK in file.readline()
-    except (OSError, UnicodeDecodeError):
-        return False
+def _is_export(begin: bytes) -> bool:
+    return MARK.encode() in begin.partition(b"\n")[0]

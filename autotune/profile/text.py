@@ -22,6 +22,9 @@ from runtime.errors import InputError
 LARGEST = 4 * 2**20  # bytes; of a profile with thousands of points
 DEEPEST = 32
 
+_FIELDS = tuple(re.compile(rb'^"?%s"?:' % name, re.MULTILINE) for name in (b"schema_version", b"name", b"slo"))
+_RAW_RUN = re.compile(rb'\s*\{\s*"(kind"\s*:\s*"step"|stage"\s*:)')
+
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,400}")
@@ -132,6 +135,16 @@ def _another_kind(text: str, path: Path) -> str | None:
     if "sum" in first:  # as each line of a study's journal begins
         return "the study of a profiling run, not a profile; `autotune profile` goes on with it and writes the profile"
     return None if {"schema_version", "kind"} & first.keys() else "not a profile; `autotune profile` makes one"
+
+
+def is_profile(begin: bytes) -> bool:
+    """Whether a file that begins so is a profile, of an engine or of a callable, in any version."""
+    return all(field.search(begin) for field in _FIELDS)
+
+
+def is_sidecar(begin: bytes) -> bool:
+    """Whether a file that begins so holds the raw runs of a profile."""
+    return _RAW_RUN.match(begin) is not None
 
 
 def _build(text: str) -> object:

@@ -35,7 +35,9 @@ _TRIES = 6
 _CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
 _SUM = "sum"
 _BEGINS = f'{{"{_SUM}":'.encode()  # each of our lines
+_FIRST_LINE = 1 << 16  # bytes of it that are looked at
 _WAYS_OUT = "--fresh starts a new one, another --out leaves it alone"
+_ELSEWHERE = "name another --study, or where none is given another --out"  # --fresh empties nobody else's file
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ class SharedStorage:
             raise InputError(f"--storage: {hidden(url)}: write an @ within a password as %40")
         try:
             parsed = sqlalchemy.make_url(url)
-        except sqlalchemy.exc.ArgumentError:
+        except (sqlalchemy.exc.ArgumentError, ValueError):  # the latter: a port that is no number
             raise InputError(
                 "--storage: that is not the address of a database; "
-                "write postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
+                "write postgresql+psycopg://USER@HOST:PORT/DATABASE or sqlite:///FILE"
             ) from None
         parsed = parsed.set(drivername=_DIALECTS.get(parsed.drivername, parsed.drivername))
         if parsed.drivername not in _ALLOWED:
@@ -147,8 +149,9 @@ def _broken(shared: SharedStorage, error: BaseException) -> InputError:
 def journal(path: Path, ours: str, *, fresh: bool = False) -> Iterator[BaseStorage]:
     """The journal file, made if there is none, held by this process alone: the kernel lets go of it however the process ends.
 
-    ``ours``: the study that must be in it unless it is empty; ``fresh`` empties it. Raises :class:`InputError`, then or while it
-    is open, when another process holds it, when it cannot be written, or when it is no journal of ours.
+    ``ours``: the study that must be in it unless it is empty; ``fresh`` empties it if it is a journal of ours. Raises
+    :class:`InputError`, then or while it is open, when another process holds it, when it cannot be written, or when it is no
+    journal of ours.
     """
     made = not path.exists()
     try:
@@ -161,12 +164,14 @@ def journal(path: Path, ours: str, *, fresh: bool = False) -> Iterator[BaseStora
         except OSError:
             raise InputError(f"{path}: another autotune is profiling into it; wait, or use another --out") from None
         try:
-            if fresh:
+            mine = _is_ours(path, ours)
+            if fresh and mine:
                 os.ftruncate(file, 0)
-            whole, checksum, summed = _sound(path)
-            storage = _opened(
-                path, checksum, ours, summed=summed
-            )  # before anything is removed from what may be somebody else's
+            whole, checksum = _sound(path, mine=mine)
+            # before anything is removed from what may be somebody else's
+            storage = _opened(path, checksum, ours, mine=mine)
+            if fresh and not mine:
+                raise InputError(f"{path}: holds studies of another program beside ours; {_ELSEWHERE}")
             if whole < os.fstat(file).st_size:
                 os.ftruncate(file, whole)
                 os.fsync(file)
@@ -223,8 +228,21 @@ def _with(checksum: int, log: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(log, separators=(",", ":")).encode(), checksum)
 
 
-def _sound(path: Path) -> tuple[int, int, bool]:
-    """Bytes of the whole lines, their checksum, and whether it stands there; what follows was cut off.
+def _is_ours(path: Path, ours: str) -> bool:
+    """Whether the file is empty or begins as a journal of the study ``ours`` does, whatever comes then."""
+    with path.open("rb") as file:
+        first = file.readline(_FIRST_LINE)
+    if first.startswith(_BEGINS) or _BEGINS.startswith(first):
+        return True
+    try:
+        made = json.loads(first)  # the journal of an earlier version, which begins by making the study
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(made, dict) and "op_code" in made and made.get("study_name") == ours
+
+
+def _sound(path: Path, *, mine: bool) -> tuple[int, int]:
+    """Bytes of the whole lines, and their checksum; what follows was cut off.
 
     Raises :class:`InputError` if a line is damaged.
     """
@@ -242,21 +260,24 @@ def _sound(path: Path) -> tuple[int, int, bool]:
             sound and recorded is not None
         )  # the journal of an earlier version begins without checksums
         if not sound or (summed and recorded != checksum):
-            what = "it is no journal at all" if number == 1 else f"line {number} is damaged"
-            raise InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}")
+            raise _unreadable(path, f"line {number} is damaged", mine=mine)
     if whole == 0 and not _BEGINS.startswith(data[: len(_BEGINS)]):
-        raise InputError(f"{path}: is not a readable study: it is no journal at all; {_WAYS_OUT}")
-    return whole, checksum, summed
+        raise _unreadable(path, "line 1 is damaged", mine=mine)
+    return whole, checksum
 
 
-def _opened(path: Path, checksum: int, ours: str, *, summed: bool) -> BaseStorage:
+def _unreadable(path: Path, what: str, *, mine: bool) -> InputError:
+    what = f"{what}; {_WAYS_OUT}" if mine else f"it is no journal at all; {_ELSEWHERE}"
+    return InputError(f"{path}: is not a readable study: {what}")
+
+
+def _opened(path: Path, checksum: int, ours: str, *, mine: bool) -> BaseStorage:
     try:
         storage = JournalStorage(_Journal(path, checksum))
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         # what Optuna raises for lines that are whole, and make no sense one after the other
-        what = f"{type(error).__name__}: {error}" if summed else "it is no journal at all"
-        raise InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}") from None
+        raise _unreadable(path, f"{type(error).__name__}: {error}", mine=mine) from None
     names = optuna.get_all_study_names(storage)
     if names and ours not in names:
-        raise InputError(f"{path}: is another program's journal, of {', '.join(sorted(names))}; {_WAYS_OUT}")
+        raise InputError(f"{path}: is another program's journal, of {', '.join(sorted(names))}; {_ELSEWHERE}")
     return storage

@@ -137,7 +137,7 @@ class Recorded:
         self.facts = Facts("recorded", kv_tokens=100_000, block_size=16)
         self.clock = VirtualClock()
         self.limits = self.effective_limits = KnobLimits()
-        self.knobs, self.epoch = KNOBS, 0
+        self.knobs, self.epoch, self.closed = KNOBS, 0, False
         self.admission = None
         self.slos: Mapping[str, SLO] = {}
         self.weights: Mapping[str, float] = {}

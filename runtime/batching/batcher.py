@@ -270,10 +270,6 @@ class Batcher(TunableBatcher):
 
     # -- the batcher itself ---------------------------------------------------------------------------------------------
 
-    @property
-    def closed(self) -> bool:
-        return self._pool.closed
-
     def close(self, drain: bool = True) -> None:
         """Take nothing more, finish what waits (``drain=False``: cancel it) and wait for the workers. Any number of times."""
         self._pool.close(drain)

@@ -59,6 +59,10 @@ class TunableBatcher(Tuning):
         about = CallableInfo(self.strategy.name, self.workers, self.slots)
         return Facts("batcher", kv_tokens=self.limits.token_budget, callable=about)
 
+    @property
+    def closed(self) -> bool:
+        return self._pool.closed
+
     def _change(self, change: Callable[[], T]) -> T:
         pool = self._pool
         with pool.lock:

@@ -40,6 +40,11 @@ class Tuning(ABC):
     def _put_slo(self, request_class: str, slo: SLO) -> None:
         """``slo`` is that of ``request_class`` from now on."""
 
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether it accepts nothing more and its knobs no longer move."""
+
     @abstractmethod
     def view(self) -> SchedulerView:
         """How the queue and what runs stand, between two steps."""

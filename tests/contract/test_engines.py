@@ -443,7 +443,9 @@ def test_closing_loses_nothing(world: World, drain: bool) -> None:
     engine = world.engine
     for _ in range(12):
         world.submit(20)
+    assert not engine.closed
     engine.close(drain)
+    assert engine.closed
     assert Counter(r.id for r in world.heard.requests) == {f"r{i + 1}": 1 for i in range(12)}
     if drain:
         assert all(r.completed for r in world.heard.requests)

@@ -100,7 +100,7 @@ class ReplayedEngine:
 
     def __init__(self, recording: Recording) -> None:
         self.limits = self.effective_limits = recording.limits
-        self.knobs, self.epoch = recording.knobs, 0
+        self.knobs, self.epoch, self.closed = recording.knobs, 0, False
         self.capabilities = Capabilities.live(admission=False)
         self.facts = Facts("recorded", kv_tokens=recording.kv_tokens, block_size=recording.block_size)
         self.clock, self.admission = VirtualClock(recording.now), None

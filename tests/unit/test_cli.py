@@ -16,10 +16,13 @@ from autotune import __version__
 from autotune.cli.display import Display, duration
 from autotune.cli.main import app, run
 from autotune.cli.options import seconds
-from autotune.cli.profile_output import activation, longer, next_steps
+from autotune.cli.profile_output import Files, activation, longer, next_steps
 from autotune.cli.profile_study import stem
 from autotune.engines.own import default_model
 from autotune.profile import save_profile
+from autotune.profile.schema import profiles_folder
+from autotune.profile.text import is_profile
+from autotune.profiling.assemble import sidecar
 from autotune.report.profile_table import rows, show, table
 from autotune.report.tables import turned
 from runtime.errors import InputError
@@ -87,6 +90,42 @@ def test_no_gpu_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[s
     )
 
 
+CALLABLE = ("--callable", "math:fsum", "--inputs", "mine.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("mine.yaml", ()), ("mine.points.jsonl", ()), ("mine.yaml", CALLABLE)],
+    ids=["yaml", "points", "callable"],
+)
+@pytest.mark.parametrize(
+    "content", ["services:\n  web: {image: nginx}\n", "schema_version: 1\n", '{"a": 1}\n', "my notes\n", "\xff"]
+)
+def test_profile_replaces_no_file_of_another_kind(
+    capsys: pytest.CaptureFixture[str], name: str, content: str, more: tuple[str, ...]
+) -> None:
+    Path(name).write_text(content, encoding="latin-1")
+    assert run(["profile", "--out", "mine.yaml", *more]) == 2
+    says = "is no profile" if name == "mine.yaml" else "holds no runs of a profile"
+    error = capsys.readouterr().err
+    assert error == f"error: --out: {name} exists and {says}; name another file\n"
+    assert Path(name).read_text(encoding="latin-1") == content and len(list(Path().iterdir())) == 1
+
+
+def test_profiles_of_every_kind_and_version_may_be_replaced(tmp_path: Path) -> None:
+    files = [*(Path(__file__).parent / "data").glob("*profile-version-*.yaml"), *profiles_folder().glob("*.yaml")]
+    assert len(files) > 5 and all(is_profile(file.read_bytes()[:65536]) for file in files)
+    save_profile(sample_profile(), tmp_path / "mine.yaml")
+    found = full_profile()
+    (tmp_path / "mine.points.jsonl").write_text(sidecar(findings()))
+    for blank in ("", "\n\n"):
+        assert Files.of(tmp_path / "mine.yaml", None).profile == tmp_path / "mine.yaml"
+        (tmp_path / "mine.points.jsonl").write_text(blank)
+    save_profile(found, tmp_path / "mine.yaml")
+    (tmp_path / "mine.points.jsonl").write_text("".join(line + "\n" for line in sidecar(findings()).splitlines()[-1:]))
+    assert Files.of(tmp_path / "mine.yaml", None).points == tmp_path / "mine.points.jsonl"
+
+
 def test_an_unreadable_model_directory(
     capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -136,6 +175,54 @@ def test_the_verbs_fit_one_screen(capsys: pytest.CaptureFixture[str], monkeypatc
     assert len(lines) <= 32 and len(verbs) == len(
         {line[2:].split()[0] for line in lines if line[2:].split()[:1]} & {*verbs}
     )
+
+
+SHOWS = [
+    ["show", "cpu-2core-tiny"],
+    ["show", "cpu-2core-tiny", "--json"],
+    ["profiles"],
+    ["show", "--help"],
+    ["--version"],
+]
+
+
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_a_reader_that_has_gone_changes_no_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w", encoding="utf-8") as pipe, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", pipe)
+        assert run(words) == 0
+        assert sys.stdout is pipe
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_a_stdout_on_a_full_disk_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert run(words) == 2
+    assert capsys.readouterr().err == "error: stdout cannot be written (No space left on device)\n"
+
+
+def test_the_process_ends_with_the_same_codes() -> None:
+    """Python flushes stdout once more as it ends."""
+    command = [sys.executable, "-m", "autotune", "show", "cpu-2core-tiny", "--json"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    gone = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writes)
+    assert (gone.returncode, gone.stderr) == (0, b"")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as out:
+            full = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=False, timeout=60)
+        assert full.returncode == 2 and full.stderr.startswith(b"error: stdout cannot be written (")
+        assert full.stderr.count(b"\n") == 1
 
 
 def test_help_starts_without_torch_or_optuna() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from autotune.cli.export import EXAMPLES
 from autotune.cli.main import run
-from autotune.profile import save_profile
+from autotune.profile import save_profile, shipped_profiles
 from tests.sample_profile import sample_model, sample_profile
 
 
@@ -21,6 +23,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny = sample_model(name="tiny", max_model_len=8192, kv_bytes_per_token=4096)
     save_profile(sample_profile(gpu=False, model=tiny), tmp_path / "tiny-cpu.yaml")
     return tmp_path
+
+
+def test_the_example_of_the_help_works_on_a_profile_whose_prompts_wait(folder: Path) -> None:
+    (folder / "mine.yaml").write_bytes(shipped_profiles()["cpu-2core-tiny"].read_bytes())
+    assert run(["export", "mine.yaml", "--to", "vllm", "--for", "interactive", "--out", "lossless.yaml"]) == 2
+    command = re.search(r"autotune (export mine\.yaml [^·]*)", EXAMPLES)
+    assert command is not None and run(command[1].split()) == 0
+    assert (folder / "vllm.yaml").exists()
 
 
 def test_it_writes_the_file_and_says_what_was_lost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,10 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
             "--decisions: no/such/d.jsonl cannot",
         ),
         (
+            ("tiny", "--slo", "ttft=1s", "--decisions", "a.jsonl", "--records", "./a.jsonl"),
+            "--records: a.jsonl is where --decisions writes; name another file",
+        ),
+        (
             ("tiny", "--for", "interactive"),
             "--for is interactive; it chooses among a profile's settings: add --profile",
         ),

@@ -231,6 +231,9 @@ def test_other_questions_have_other_names_or_are_refused(shared: SharedStorage) 
         ("postgresql://me:secret@db", "names no database"),
         ("postgresql://me:p@secret@db/x", "write an @ within a password as %40"),
         ("sqlite://", "names no database"),
+        ("postgresql://me:secret@db:notaport/x", "not the address of a database"),
+        ("postgresql://me:secret@db:/x", "not the address of a database"),
+        ("postgresql://me:secret@[::1/x", "not the address of a database"),
     ],
 )
 def test_addresses_that_cannot_be_used(url: str, complaint: str) -> None:

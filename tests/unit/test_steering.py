@@ -19,7 +19,7 @@ from autotune import control
 from autotune.cli.connection import ask
 from autotune.control import remote
 from autotune.control.loop import Control
-from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS
+from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS, MOST_DECISIONS
 from runtime.errors import AutotuneError, InputError
 from runtime.slo import SLO
 from tests.engines import bench
@@ -69,8 +69,15 @@ def test_status_and_decisions(steered_engine: SimulatedEngine, steered: Control,
     assert status["pid"] == os.getpid() and status["controller"] == "predictive"
     assert status["knobs"] == steered_engine.knobs.as_dict() and status["line"] == str(steered.status())
     assert status["offered"] == len(steered_engine.records) and status["attainment"] > 0.5
-    decisions = send("decisions", last=3)["decisions"]
-    assert decisions == [json.loads(d.as_json()) for d in list(steered.decisions)[-3:]]
+    known = [json.loads(d.as_json()) for d in steered.decisions]
+    assert send("decisions", last=3) == {"decisions": known[-3:], "total": len(known)}
+    assert send("decisions", since=2) == {"decisions": known[2:], "total": len(known)}
+    assert send("decisions", since=len(known)) == {"decisions": [], "total": len(known)}
+    assert send("decisions", since=len(known) + 1)["decisions"] == known, "it was another controller that had so many"
+    for number in range(MOST_DECISIONS):
+        steered._actuator.log("note", f"{number}")
+    late = send("decisions", since=len(known) - 1)
+    assert late["total"] == len(known) + MOST_DECISIONS and len(late["decisions"]) == MOST_DECISIONS
 
 
 def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Control, send: Ask) -> None:
@@ -108,6 +115,10 @@ def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Con
         (b'{"do":"set","knobs":{"token_budget":"8"}}', "token_budget is '8'; it must be"),
         (b'{"do":"decisions","last":0}', "last is 0; it must be a whole number between 1 and 1024"),
         (b'{"do":"decisions","last":true}', "last is True; it must be"),
+        (b'{"do":"decisions","since":-1}', "since is -1; it must be a whole number of at least 0"),
+        (b'{"do":"decisions","since":true}', "since is True; it must be"),
+        (b'{"do":"decisions","since":0,"last":1}', "last and since are both given"),
+        (b'{"do":"decisions","knobs":0}', "'knobs' is not a field of decisions; last and since are"),
         (b"x" * (LONGEST_LINE + 1), f"longer than {LONGEST_LINE} bytes"),
         (b"\n \n" + b"x" * 9 * LONGEST_LINE, f"longer than {LONGEST_LINE} bytes"),
     ],

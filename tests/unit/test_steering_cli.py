@@ -7,22 +7,27 @@ import os
 import pty
 import re
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import autotune.cli.watch as cli_watch
 from autotune import control
 from autotune.cli.main import run
 from autotune.cli.set_knobs import parse_settings
+from autotune.cli.watch import _Lines, _look
 from autotune.control.loop import Control
 from autotune.report.tables import latency
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
+from runtime.request import SamplingParams
 from runtime.slo import SLO
 from tests.tiers import slow_but_for
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
@@ -85,7 +90,10 @@ def test_what_an_operator_does_while_the_engine_is_idle_stands_at_its_time(
         (["pause", "999999999"], "process 999999999 cannot be controlled"),
         (["watch", "no/such.sock", "--once"], "no/such.sock: cannot be controlled: No such file"),
         (["watch", "no/such.sock"], "no/such.sock: cannot be controlled: No such file"),
-        (["watch", "--every", "0"], "--every is 0; it must be a number of at least 0.1"),
+        (["watch", "--every", "0"], "--every is 0; it must be a number from 0.1 to 3600"),
+        (["watch", "--every", "inf"], "--every is inf; it must be a number from 0.1 to 3600"),
+        (["watch", "--every", "1e300"], "--every is 1e300; it must be a number from 0.1 to 3600"),
+        (["watch", "--every", "nan"], "--every is nan; it must be a number from 0.1 to 3600"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_2(
@@ -146,6 +154,137 @@ def test_markup_in_a_cause_is_shown_as_it_is(
     attached._actuator.log("hold", "[/bold] [link=x]")
     assert run(["watch", "--once"]) == 0
     assert "[/bold] [link=x] [[red]]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["chat[eu]", "[/x]", "[bold]"])
+def test_markup_in_the_name_of_a_class_is_shown_as_it_is(
+    attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    engine.set_slo(SLO_, request_class=name)
+    engine.play(poisson(15, 1, 1000, 200, seed=2, start=engine.now))  # the controller hears of it
+    engine.submit([1] * 8, SamplingParams(max_tokens=4), request_class=name)
+    engine.run()
+    assert run(["watch", "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"^{re.escape(name)} +\d+\.\d% of 1 within", shown, re.MULTILINE), shown
+    assert re.search(rf"^{re.escape(name)} ttft +p50", shown, re.MULTILINE), shown
+
+
+def test_looks_lose_no_decision(attached: Control, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between two looks there were more than are shown at first, and then more than the controller has in memory."""
+    path, view = attached.steer(), _Lines(as_json=False)
+    look = _look(path)
+    assert look.decisions == [*attached.decisions][-8:] and look.missed == 0
+    for count in (20, 0, 1030):
+        for number in range(count):
+            attached._actuator.log("note", f"this is number {number}.")
+        look = _look(path, look)
+        view.drawn(look)()
+        shown = capsys.readouterr().out
+        seen = [int(n) for n in re.findall(r"this is number (\d+)\.", shown)]
+        assert seen == list(range(max(0, count - 1024), count))
+        assert look.missed == max(0, count - 1024)
+        assert ("6 decisions are missing here" in shown) == (count == 1030)
+    _Lines(as_json=True).drawn(look)()
+    line = json.loads(capsys.readouterr().out)
+    assert line["missed"] == 6 and len(line["decisions"]) == 1024
+
+
+def test_a_closed_engine_is_said(
+    attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.close()
+    for verb in (["pause"], ["resume"], ["set", "max_batch_size=4"]):
+        assert run(verb) == 2
+        assert capsys.readouterr().err == "error: the engine is closed\n"
+    assert run(["watch", "--once"]) == 0
+    assert "closed: its knobs no longer move" in capsys.readouterr().out
+    assert run(["watch", "--once", "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)["status"]
+    assert status["closed"] and status["line"].endswith(" · the engine is closed")
+    assert run(["pause", "--kill"]) == 0, "which ends the controller all the same"
+    assert "detached" in capsys.readouterr().out
+
+
+STATUS = {
+    "pid": 1, "line": "x", "controller": "p", "attainment": None, "offered": 0, "regime": "", "slo": "ttft=1ms@99%",
+    "paused": False, "observe_only": False, "ended": False, "knobs": {}, "classes": {},
+}  # fmt: skip
+ANOTHER = "speaks another version; use the autotune it was started with"
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (b"{}", ANOTHER),
+        (json.dumps({"status": STATUS, "decisions": []}).encode(), ANOTHER),
+        (json.dumps({"status": STATUS | {"classes": 5}, "decisions": [], "total": 0}).encode(), ANOTHER),
+        (b'{"status": {}, "decisions": [{"cause": 1}], "total": 1}', ANOTHER),
+        (b'{"status": 5, "decisions": 5, "total": "many"}', ANOTHER),
+        (b"5", "what answers there is no controller"),
+        (b"\xff\xfe", "what answers there is no controller"),
+        (b"[" * 100_000, "what answers there is no controller"),
+    ],
+    ids=["nothing", "earlier", "classes", "decisions", "numbers", "number", "bytes", "nested"],
+)
+def test_replies_that_nobody_understands_are_one_line_and_2(
+    short_path: Path, capsys: pytest.CaptureFixture[str], reply: bytes, says: str
+) -> None:
+    with answering(short_path / "a.sock", reply) as path:
+        verbs = [["watch", path, "--once"]]
+        if b'"pid"' not in reply:  # else it is all that these need
+            verbs += [["watch", path], ["watch", path, "--once", "--json"], ["pause", path]]
+        for verb in verbs:
+            assert run(verb) == 2
+            output = capsys.readouterr()
+            assert output.out == "" and output.err == f"error: {path}: {says}\n"
+
+
+@contextmanager
+def answering(path: Path, reply: bytes) -> Iterator[str]:
+    """A socket that answers every line with ``reply``."""
+
+    class Client(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            for _ in self.rfile:
+                self.wfile.write(reply + b"\n")
+
+    with socketserver.ThreadingUnixStreamServer(str(path), Client) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield str(path)
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_its_end_is_said_where_it_is_no_json(
+    attached: Control, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    asked, real = [], cli_watch.ask
+
+    def ask(path: Path, do: str, **fields: Any) -> dict[str, Any]:
+        if len(asked) == 2:
+            attached.close()
+        asked.append(do)
+        return real(path, do, **fields)
+
+    monkeypatch.setattr(cli_watch, "ask", ask)
+    assert run(["watch", "--every", "0.1", *(["--json"] if as_json else [])]) == 0
+    output = capsys.readouterr()
+    ended = f"{attached.steer()}: it has ended, or its controller has been detached\n"
+    if as_json:
+        assert output.err == ended and json.loads(output.out)["missed"] == 0
+    else:
+        assert output.out.endswith(ended) and output.err == ""
+
+
+def test_watching_ends_with_whoever_reads_it(attached: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w", encoding="utf-8") as pipe, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", pipe)
+        assert run(["watch", "--every", "3600"]) == 0
 
 
 def watching(*words: str, terminal: int | None = None) -> subprocess.Popen[str]:

@@ -56,6 +56,28 @@ def test_a_path_that_cannot_be_is_said_and_leaves_no_lease(
     assert not steered_engine.listeners
 
 
+def test_files_beside_it_are_left_alone(steered_engine: SimulatedEngine, short_path: Path) -> None:
+    path = short_path / "mine.sock"
+    kept, other = short_path / "mine.sock~", short_path / "other.sock~"
+    kept.write_text("what an editor keeps")
+    with socket.socket(socket.AF_UNIX) as of_another_program:
+        of_another_program.bind(str(other))
+        with control(steered_engine, slo=SLO_, steer=path):
+            assert {file.name for file in short_path.iterdir()} == {path.name, kept.name, other.name}
+        with control(steered_engine, slo=SLO_, steer=short_path / "other.sock"):
+            pass
+        assert {file.name for file in short_path.iterdir()} == {kept.name, other.name}
+    assert kept.read_text() == "what an editor keeps"
+
+
+def test_the_longest_path(steered_engine: SimulatedEngine, short_path: Path) -> None:
+    """Its socket is bound under another name first, which must fit, too."""
+    folder = short_path / ("x" * (97 - len(str(short_path))))
+    folder.mkdir()
+    with control(steered_engine, slo=SLO_, steer=folder / "s") as attached:
+        assert len(str(attached.steer())) == 100 and ask(attached.steer(), "status")
+
+
 def test_a_folder_that_others_can_write_to_is_refused(socket_home: Path) -> None:
     socket_home.mkdir()
     socket_home.chmod(0o755)

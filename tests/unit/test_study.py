@@ -179,9 +179,14 @@ def test_files_that_are_no_studies(journal: Path, tmp_path: Path) -> None:
         b'{"a": 1}\n{"a": 2',
     ):
         journal.write_bytes(content)
-        with pytest.raises(InputError, match="it is no journal at all; --fresh"), open_study(journal, IDENTITY):
-            pass
-        assert journal.read_bytes() == content
+        for fresh in (False, True):
+            with (
+                pytest.raises(InputError, match="it is no journal at all; name another --study") as caught,
+                open_study(journal, IDENTITY, fresh=fresh),
+            ):
+                pass
+            assert "--fresh" not in str(caught.value), "it would not help"
+            assert journal.read_bytes() == content
     with pytest.raises(InputError, match="cannot be written"), open_study(tmp_path / "no" / "a.journal", IDENTITY):
         pass
     with pytest.raises(InputError, match="cannot be written"), open_study(tmp_path, IDENTITY):
@@ -192,11 +197,28 @@ def test_another_programs_journal_is_left_alone(journal: Path) -> None:
     storage = JournalStorage(JournalFileBackend(str(journal)))
     optuna.create_study(storage=storage, study_name="someone else's")
     before = journal.read_bytes()
-    with pytest.raises(InputError, match="another program's journal, of someone else's"), open_study(journal, IDENTITY):
+    for fresh in (False, True):
+        with (
+            pytest.raises(InputError, match="another program's journal, of someone else's; name another --study"),
+            open_study(journal, IDENTITY, fresh=fresh),
+        ):
+            pass
+        assert journal.read_bytes() == before
+    optuna.create_study(storage=storage, study_name="autotune")
+    before = journal.read_bytes()
+    with pytest.raises(InputError, match="studies of another program"), open_study(journal, IDENTITY, fresh=True):
         pass
     assert journal.read_bytes() == before
-    with open_study(journal, IDENTITY, fresh=True) as study:
-        assert measured(study) == []
+
+
+def test_fresh_empties_a_journal_of_ours_that_cannot_be_read(journal: Path) -> None:
+    with open_study(journal, IDENTITY) as study:
+        measure(study, 2)
+    whole = journal.read_bytes()
+    for content in (whole[:100], whole.replace(b"op_code", b"xx_code", 1), whole.replace(b"}", b"#", 1)):
+        journal.write_bytes(content)
+        with open_study(journal, IDENTITY, fresh=True) as study:
+            assert measured(study) == []
 
 
 @pytest.mark.parametrize("sums", ["at the end", "none"])
