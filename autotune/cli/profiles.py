@@ -26,6 +26,7 @@ def profiles(
 
     from autotune.cli.display import make_console
     from autotune.profile import load_profile, shipped_profiles
+    from autotune.report.wording import counted
 
     if of_callable and not schema:
         raise InputError("--callable is given without --schema; none of the profiles that come along is of a callable")
@@ -57,7 +58,7 @@ def profiles(
     table.add_column(no_wrap=True)
     table.add_column()
     for name, (_, p) in found.items():
-        machine = p.machine.gpu.name if p.machine.gpu else f"{p.machine.cpu}, {p.machine.cores} cores"
+        machine = p.machine.gpu.name if p.machine.gpu else f"{p.machine.cpu}, {counted(p.machine.cores, 'core')}"
         table.add_row(name, f"{machine} · {p.model.name} {p.model.dtype} · {p.workload.spec} · SLO {p.slo}")
         table.add_row("", Text(str(p.knobs), style="dim"))
     console.print(table)

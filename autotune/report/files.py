@@ -7,10 +7,8 @@ from pathlib import Path
 
 from autotune.profile import find_profile, shipped_profiles
 from autotune.profile.text import LARGEST, first_object, is_decision
-from autotune.writing import writable
+from autotune.writing import replaceable, writable
 from runtime.errors import InputError
-
-_HEAD = 65536  # bytes of a page that its `generator` is in
 
 
 def find(name: str) -> Path:
@@ -39,14 +37,5 @@ def place(profile: Path, out: Path | None) -> Path:
     elif out.suffix not in (".html", ".htm"):
         raise InputError(f"--out: {out} must end in .html, or no browser shows it")
     writable("--out", out)
-    if out.exists() and not _ours(out):
-        raise InputError(f"--out: {out} exists and is no report; name another file")
+    replaceable("--out", out, lambda begin: b'<meta name="generator" content="autotune' in begin, "is no report")
     return out
-
-
-def _ours(page: Path) -> bool:
-    try:
-        with page.open("rb") as file:
-            return b'<meta name="generator" content="autotune' in file.read(_HEAD)
-    except OSError:
-        return False
