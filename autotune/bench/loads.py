@@ -66,9 +66,10 @@ def check_lasts(workload: Workload, seed: int, rounds: int, duration: float) -> 
         return
     lasts = min(_lasts(workload, seed + number) for number in range(rounds))
     if lasts < duration:
+        lasts *= 1 - 1e-3  # of which four digits are printed
         slower = workload.rate * lasts / duration
         raise InputError(
-            f"--duration is {duration:g} s, but {workload.name} lasts for {lasts:.3g} s at {workload.rate:.4g} requests/s; "
+            f"--duration is {duration:g} s, but {workload.name} lasts for {lasts:.4g} s at {workload.rate:.4g} requests/s; "
             f"take at most that, or a --rate of at most {slower:.4g}"
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -326,18 +325,14 @@ def _cut(simulated: Load, whole: Load) -> tuple[str, ...]:
 
 def _few(workload: Load, requests: int) -> tuple[str, ...]:
     """A clause where ``workload`` holds fewer than the ``requests`` that are to be counted and their warm-up."""
-    from autotune.simulate.scenario import WARM_UP
+    from autotune.simulate.scenario import with_warm_up
 
     if not workload.finite:
         return ()
-    wanted = math.ceil((1 + WARM_UP) * requests) + 1
+    wanted = with_warm_up(requests)
     held = sum(1 for _ in workload.arrivals(0, limit=wanted))
-    if held >= wanted:
-        return ()
-    counted = held - int((held + 1) * WARM_UP)
-    return (
-        f"{workload.name} holds {held} requests, fewer than --requests {requests} and its warm-up: {counted} are counted",
-    )
+    few = f"{workload.name} holds {held} requests, fewer than --requests {requests} and its warm-up"
+    return (few,) if held < wanted else ()
 
 
 def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:

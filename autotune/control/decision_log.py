@@ -10,8 +10,9 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -80,6 +81,10 @@ def _written(values: Mapping[str, float]) -> dict[str, float]:
     return {spec.name: values[spec.name] for spec in Knobs.from_mapping(values).shown}
 
 
+_OPEN: weakref.WeakSet[DecisionLog] = weakref.WeakSet()
+"""Those of this process that write a file."""
+
+
 class DecisionLog:
     """The latest decisions in memory, ``recent`` (newest last), and all of them in a file, if there is one.
 
@@ -88,11 +93,16 @@ class DecisionLog:
     reported in the program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting.
     :meth:`join` waits until all is written, as does the end of the program.
 
+    ``over``: whether no more will come, because the engine is closed, say; then the next log takes the file over.
+
     Raises :class:`InputError` for a file that cannot be opened, and for one that another controller writes. One that cannot be
     written later, because the disk is full, ends with a line in the program's log: it must not stop an engine.
     """
 
-    def __init__(self, path: str | Path | None, *, queue_size: int = 4096) -> None:
+    def __init__(
+        self, path: str | Path | None, *, queue_size: int = 4096, over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._over = over
         self.recent: deque[Decision] = deque(maxlen=_IN_MEMORY)
         self.dropped = 0
         self._unreported = 0  # of those dropped
@@ -100,9 +110,13 @@ class DecisionLog:
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         if path is not None:
+            for other in [*_OPEN]:
+                if other._over():
+                    other.join()
             file = open_to_append(path)
             self._writer = threading.Thread(target=self._write, args=(path, file), name="decision log", daemon=True)
             self._writer.start()
+            _OPEN.add(self)
             atexit.register(self.join)
 
     def add(self, decision: Decision) -> None:
@@ -163,6 +177,8 @@ class DecisionLog:
                     out.write(decision.as_json() + "\n")
                     if self._queue.empty():
                         out.flush()
+                out.flush()
+                _unlock(out)
         except OSError as error:
             log.error("the decision log cannot be written and ends here: %s", error)
 
@@ -191,12 +207,22 @@ def open_to_append(path: str | Path) -> TextIO | None:
         with contextlib.ExitStack() as opened:
             file = opened.enter_context(open(path, "a", encoding="utf-8"))
             if Path(path).is_file() and not _locked(file):  # devices are for many
-                raise InputError(f"log: another controller writes its decisions to {path}; name another file")
+                raise InputError(
+                    f"log: a controller that has not been closed writes its decisions to {path}; name another file"
+                )
             drop_cut_line(path)
             opened.pop_all()  # it stays open
         return file
     except OSError as error:
         raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
+
+
+def _unlock(file: TextIO) -> None:
+    """For processes that were forked meanwhile, too: the lock is not theirs."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _locked(file: TextIO) -> bool:

@@ -86,7 +86,7 @@ class Control(ReportsRates):
         self.failed: Exception | None = None
         """What ended the controller, if it raised."""
         self._steering: SteeringServer | None = None
-        decisions, now = DecisionLog(log_path), engine.view().now
+        decisions, now = DecisionLog(log_path, over=lambda: engine.closed), engine.view().now
         try:
             self._lease: Lease = engine.acquire(f"the {controller.name} controller")
         except AutotuneError:

@@ -34,6 +34,11 @@ WARM_UP = 0.1  # of the requests, before the window begins
 _CLOSEST = 1e12  # requests/s: what is closer together comes at once
 
 
+def with_warm_up(requests: int) -> int:
+    """Requests that a simulation of so many draws at least: those of its warm-up, and the one that ends the window."""
+    return math.ceil(WARM_UP * requests) + requests + 1
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
@@ -178,7 +183,7 @@ class Scenario:
 
     def seedless(self, requests: int) -> bool:
         """Whether ``requests`` requests, and those of their warm-up, are the same under every seed."""
-        return self.workload.alike_under(0, 1, limit=math.ceil((1 + WARM_UP) * requests) + 1)
+        return self.workload.alike_under(0, 1, limit=with_warm_up(requests))
 
     def measure(
         self,

@@ -251,8 +251,15 @@ def test_a_trace_that_ends_before_the_turn_is_refused(tmp_path: Path) -> None:
     )
     load = parse_workload(f"{trace},bin=0")
     check_lasts(load, 0, 3, 5.0)
-    with pytest.raises(InputError, match=r"12 s, but .* lasts for 5 s at 20.* requests/s; .*--rate of at most 8\."):
+    with pytest.raises(
+        InputError, match=r"12 s, but .* lasts for 4\.99. s at 20.* requests/s; .*--rate of at most 8\."
+    ):
         check_lasts(load, 0, 3, 12.0)
+    check_lasts(load.at_rate(8.3), 0, 3, 12.0)
+    some = parse_workload("poisson:rate=20,prompt=10,output=5,limit=100")  # of which each seed has other times
+    short, _, long = sorted(list(some.arrivals(seed))[-1].time for seed in range(3))
+    with pytest.raises(InputError, match="lasts for"):
+        check_lasts(some, 0, 3, (short + long) / 2)
     check_lasts(parse_workload("azure-conv"), 0, 3, 1e6)
 
 

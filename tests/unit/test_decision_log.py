@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.tiers import slow_but_for
 from tests.unit.control_world import SimulatedEngine, h200, poisson
+from tests.unit.paced import paced
 from tests.waiting import until
 
 KNOBS = Knobs().as_dict()
@@ -48,7 +51,7 @@ def test_a_log_that_another_controller_writes_is_refused(tmp_path: Path, monkeyp
     path = tmp_path / "run.jsonl"
     first = DecisionLog(path)
     first.add(decision(1))
-    with pytest.raises(InputError, match=f"another controller writes its decisions to {path}; name another file"):
+    with pytest.raises(InputError, match=f"has not been closed writes its decisions to {path}; name another file"):
         DecisionLog(path)
     first.join()
     second = DecisionLog(path)
@@ -57,6 +60,32 @@ def test_a_log_that_another_controller_writes_is_refused(tmp_path: Path, monkeyp
     assert [d.at for d in read_decisions(path)] == [1.0, 2.0]
     for log in [DecisionLog("/dev/null") for _ in range(2)]:
         log.join()
+
+
+def test_a_log_whose_engine_is_closed_gives_its_file_up(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with paced() as engine:
+        control(engine, slo="ttft=1s", log=path)
+    with paced() as engine, control(engine, slo="ttft=1s", log=path):
+        pass
+    assert [d.action for d in read_decisions(path)].count("attach") == 2
+
+
+def test_a_process_that_was_forked_meanwhile_holds_no_log(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = DecisionLog(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which does nothing but wait
+        child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        log.join()
+        DecisionLog(path).join()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_who_is_detached_at_once_gives_way_to_who_comes_next(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autotune.measure.evaluate import QUEUED_S, TOKEN_S, EvaluationError, Interrupted, evaluate, offered
+from autotune.measure.evaluate import QUEUED_S, TOKEN_S, EvaluationError, Interrupted, evaluate, last_deadline, offered
 from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
@@ -228,6 +228,19 @@ def test_without_a_deadline_a_long_answer_has_time(slo: str) -> None:
     load = parse_workload("poisson:rate=5,prompt=10,output=400")
     found = evaluate(engine, ROOMY, load, SLO.parse(slo), vocab_size=10, seed=0, duration=4.0)
     assert found.met == found.offered > 10
+
+
+@pytest.mark.parametrize(
+    ("slo", "seconds"),
+    [
+        ("ttft=1s", 2 + 30 + 10 * 0.1),
+        ("ttft=40s", 2 + 40 + 10 * 0.1),
+        ("tpot=300ms", 2 + 30 + 10 * 0.3),
+        ("ttft=1s,tpot=300ms", 2 + 1 + 10 * 0.3),
+    ],
+)
+def test_what_has_no_deadline_has_its_targets_or_more(slo: str, seconds: float) -> None:
+    assert last_deadline([Arrival(2.0, 5, 11, ((0, 5),))], SLO.parse(slo)) == pytest.approx(seconds)
 
 
 def test_a_class_without_a_deadline_takes_none_from_the_others() -> None:
