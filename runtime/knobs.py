@@ -131,7 +131,9 @@ class Knobs:
 
     def __post_init__(self) -> None:
         for spec in KNOBS:
-            object.__setattr__(self, spec.name, spec.check(getattr(self, spec.name)))
+            value = getattr(self, spec.name)
+            if type(value) is not (int if spec.integer else float) or not spec.low <= value <= spec.high:  # rarely
+                object.__setattr__(self, spec.name, spec.check(value))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], *, where: str = "knobs.") -> Knobs:
