@@ -18,6 +18,7 @@ from runtime.records import FinishReason
 from runtime.serving.record_log import read_records
 from runtime.slo import SLO
 from tests.integration.live_server import ServerProcess, in_process
+from tests.integration.llama_folder import llama_folder
 from tests.unit.control_world import h200
 from tests.unit.profiles import profile
 from tests.unit.test_cost_model import measured
@@ -172,3 +173,23 @@ def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
     assert any("times as long as the profile predicts" in d.cause for d in decisions), (
         "it compares steps with the profile's"
     )
+
+
+def test_a_generation_config_is_said_and_holds(tmp_path: Path) -> None:
+    model = llama_folder(tmp_path / "model")
+    said = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+    (model / "generation_config.json").write_text(json.dumps(said))
+
+    def answer(url: str, **options: float) -> str:
+        body = {"prompt": [1, 2, 3], "max_tokens": 32, "ignore_eos": True, "logprobs": 1, **options}
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+        return str(found["logprobs"]["token_logprobs"])
+
+    with in_process(tmp_path, str(model), "--threads", "1") as server:
+        drawn = {answer(server.url) for _ in range(3)}
+        greedy = {answer(server.url, temperature=0) for _ in range(2)}
+        assert (
+            "note: requests that do not say get temperature 1.5, top_k 0: the model's generation config"
+            in server.output
+        )
+    assert len(drawn) == 3 and len(greedy) == 1
