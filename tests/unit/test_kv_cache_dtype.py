@@ -16,7 +16,7 @@ from autotune.cli import bench
 from autotune.cli.main import run
 from autotune.cli.target import model_facts
 from autotune.engines.own import OwnSource
-from autotune.export import TARGETS, export
+from autotune.export import TARGETS, Fit, export
 from autotune.profile import ModelFacts, load_profile, save_profile
 from autotune.profile.fingerprint import machine, stored_otherwise
 from runtime.errors import InputError
@@ -173,8 +173,12 @@ def test_tables_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("to", "key", "names"),
     [
-        ("vllm", "kv-cache-dtype", {"fp8": "fp8", "fp8_e5m2": "fp8_e5m2"}),
-        ("sglang", "kv-cache-dtype", {"fp8": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}),
+        ("vllm", "kv-cache-dtype", {name: name for name in ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "bfloat16")}),
+        (
+            "sglang",
+            "kv-cache-dtype",
+            {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bf16"},
+        ),
         ("tensorrt-llm", "kv_cache_config.dtype", {"fp8": "fp8", "fp8_e4m3": "fp8"}),
     ],
 )
@@ -183,6 +187,22 @@ def test_an_exported_file_asks_for_the_same(to: str, key: str, names: dict[str, 
         made = export(sample_profile(model=sample_model(kv_cache_dtype=ours)), TARGETS[to], allow_lossy=True)
         assert made.written[key] == theirs
     assert export(sample_profile(), TARGETS[to], allow_lossy=True).written[key] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("to", "name"), [("sglang", "fp8_inc"), ("tensorrt-llm", "fp8_e5m2"), ("tensorrt-llm", "bfloat16")]
+)
+def test_what_another_engine_keeps_no_cache_in_is_never_passed_on(to: str, name: str) -> None:
+    profile, target = sample_profile(model=sample_model(kv_cache_dtype=name)), TARGETS[to]
+    with pytest.raises(InputError, match=rf"kv_cache_dtype={name}\b.* no counterpart in {target.title}; --allow-lossy"):
+        export(profile, target)
+    made = export(profile, target, allow_lossy=True)
+    assert not {*target.facts["kv_cache_dtype"].keys} & {*made.written}
+    entry = next(entry for entry in made.entries if entry.name == "kv_cache_dtype")
+    assert entry.fit is Fit.UNSUPPORTED and entry.lossy
+    said = f"{target.title} keeps its KV cache in no such type"
+    assert any("kv_cache_dtype" in line and said in line for line in made.reports)
+    assert said in " ".join(made.text(Path("x.yaml")).replace("#", " ").split())
 
 
 def test_half_the_bytes_are_half_the_share_of_vllm_s_memory() -> None:
