@@ -297,10 +297,10 @@ class _Run:
         return Display(self.console, "")
 
     def _head(self, load: BenchLoad) -> str:
-        from autotune.workload.options import fraction
+        from autotune.workload import length_scale_in_words
 
-        scale = load.workload.length_scale
-        lengths = "" if scale == 1 else f", lengths × {fraction(scale)}"
+        scaled = length_scale_in_words(load.workload)
+        lengths = f", {scaled}" if scaled else ""
         classes = "".join(f"class {one}\n" for one in load.classes)
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
         rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")
