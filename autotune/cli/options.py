@@ -17,6 +17,7 @@ from runtime import slo
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from runtime.slo import RequestClass
+from runtime.tunable import KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
     from autotune.profile import Profile
@@ -75,8 +76,8 @@ def check_device(cpu: bool, gpu: bool) -> None:
 
 def check_kv_cache_dtype(requested: str) -> None:
     """Raise :class:`InputError` for what --kv-cache-dtype does not take."""
-    if requested not in ("auto", "fp8"):
-        raise InputError(f"--kv-cache-dtype is {requested}; it must be auto or fp8")
+    if requested not in KV_CACHE_DTYPES:
+        raise InputError(f"--kv-cache-dtype is {requested}; it must be {' or '.join(KV_CACHE_DTYPES)}")
 
 
 def check_rate(option: str, rate: float | None) -> None:

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from autotune import control
-from autotune.cli import bench
+from autotune.cli import bench, options
 from autotune.cli.main import run
 from autotune.cli.target import model_facts
 from autotune.engines.own import OwnSource
@@ -22,7 +23,8 @@ from autotune.profile.fingerprint import machine, stored_otherwise
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
-from runtime.tunable import ModelInfo
+from runtime.torch_backend import backends
+from runtime.tunable import KV_CACHE_DTYPES, ModelInfo
 from tests.sample_profile import full_profile, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
 
@@ -59,6 +61,18 @@ def test_one_line_and_2(
     on_cpu = ("--device", "cpu", "--port", "0") if words[0] == "serve" else ()
     assert refused(capsys, *words, *on_cpu, "--kv-cache-dtype", "fp8").startswith(ON_CPU)
     assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_options_and_pools_know_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (options, backends):
+        assert module.KV_CACHE_DTYPES is KV_CACHE_DTYPES  # type: ignore[attr-defined]
+        monkeypatch.setattr(module, "KV_CACHE_DTYPES", (*KV_CACHE_DTYPES, "int4"))
+    options.check_kv_cache_dtype("int4")
+    backends.check_kv_cache_dtype("int4", torch.device("cpu"))
+    with pytest.raises(InputError, match="--kv-cache-dtype is int8; it must be auto or fp8 or int4"):
+        options.check_kv_cache_dtype("int8")
+    with pytest.raises(InputError, match="kv_cache_dtype is 'int8'; it must be auto or fp8 or int4"):
+        backends.check_kv_cache_dtype("int8", torch.device("cpu"))
 
 
 def test_a_callable_has_none(capsys: pytest.CaptureFixture[str]) -> None:
