@@ -92,6 +92,11 @@ class CallableInfo:
     slots: int
 
 
+def own_kv_cache_dtype(name: str) -> str:
+    """``name`` as our own engine calls it: vLLM knows ``fp8`` as ``fp8_e4m3`` too."""
+    return "fp8" if name == "fp8_e4m3" else name
+
+
 def _version() -> str:
     from runtime.version import __version__  # reading it takes longer than importing all of this
 

@@ -26,6 +26,7 @@ from autotune.cli.options import (
     check_rate,
     checked,
     engine_of,
+    profiled_kv_cache_dtype,
     request_classes,
     seconds,
 )
@@ -175,10 +176,11 @@ def bench(
     with stop_on_interrupt() as stop:
         found = machine(gpu=kind == "gpu")
         check_dtype(chosen, dtype)
-        source = load(
-            by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
-            kv_cache_dtype=stored, arguments=arguments,
-        )  # fmt: skip
+        with profiled_kv_cache_dtype(kv_cache_dtype):
+            source = load(
+                by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
+                kv_cache_dtype=stored, arguments=arguments,
+            )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
         console.print(

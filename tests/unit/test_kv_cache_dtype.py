@@ -43,8 +43,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
     """A profile of this machine that was measured with 8 bits."""
-    path = tmp_path / "eight.yaml"
-    save_profile(full_profile(machine=machine(), model=sample_model(name="nano", kv_cache_dtype="fp8")), path)
+    return save_eight(tmp_path, "fp8")
+
+
+def save_eight(folder: Path, stored: str) -> str:
+    path = folder / "eight.yaml"
+    save_profile(full_profile(machine=machine(), model=sample_model(name="nano", kv_cache_dtype=stored)), path)
     return str(path)
 
 
@@ -80,20 +84,27 @@ def test_a_callable_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("--kv-cache-dtype is given; it says nothing about a callable")
 
 
+@pytest.mark.parametrize("stored", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize(
-    "words",
-    [("check", "PROFILE"), ("bench", "--cpu", "--profile", "PROFILE"),
-     ("serve", "--device", "cpu", "--port", "0", "--profile", "PROFILE")],
+    ("words", "instead"),
+    [(("check", "PROFILE"), "check it as it was measured, or profile again with --kv-cache-dtype auto"),
+     (("bench", "--cpu", "--profile", "PROFILE"), "--kv-cache-dtype auto takes another"),
+     (("serve", "--device", "cpu", "--port", "0", "--profile", "PROFILE"), "--kv-cache-dtype auto takes another")],
 )  # fmt: skip
-def test_a_profile_of_8_bits_asks_for_them(
-    words: tuple[str, ...], saved: str, capsys: pytest.CaptureFixture[str]
+def test_a_profile_of_8_bits_asks_for_them_and_is_named(
+    words: tuple[str, ...], instead: str, stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused(capsys, *(saved if word == "PROFILE" else word for word in words)).startswith(ON_CPU)
+    """vLLM's name for ours is ours; another that it has is none."""
+    path = save_eight(tmp_path, stored)
+    said = refused(capsys, *(path if word == "PROFILE" else word for word in words))
+    why = "kv_cache_dtype is 'fp8_e5m2'; it must be auto or fp8" if stored == "fp8_e5m2" else ON_CPU
+    assert said.startswith(f"the profile's {why}") and said.endswith(f"; {instead}")
 
 
 def test_an_option_beside_the_profile_wins(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("serve", "./nowhere", "--device", "cpu", "--port", "0", "--profile", saved)
-    assert refused(capsys, *words).startswith(ON_CPU)
+    assert refused(capsys, *words).startswith(f"the profile's {ON_CPU}")
+    assert refused(capsys, *words, "--kv-cache-dtype", "fp8").startswith(ON_CPU)
     assert refused(capsys, *words, "--kv-cache-dtype", "auto").startswith("model ./nowhere: no such directory")
 
 
@@ -170,6 +181,7 @@ def test_control_warns_of_another(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         control(engine("fp8"), slo=SLO(ttft_ms=500), profile=path).close()
+    assert stored_otherwise(EIGHT, "fp8_e4m3") == "" != stored_otherwise(EIGHT, "fp8_e5m2")
     assert stored_otherwise(EIGHT, "fp8") == stored_otherwise(sample_model(), "auto") == ""
 
 
