@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, get_args
 
 from runtime.clock import Clock
 from runtime.errors import LeaseError
@@ -17,6 +17,9 @@ from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs
 if TYPE_CHECKING:
     from runtime.llm.admission import AdmissionPolicy
     from runtime.llm.prefill_rate import RateSource
+
+KV_CACHE_DTYPES: Final = ("auto", "fp8")
+"""What our own engine can keep keys and values in: as they are computed, or in 8 bits (e4m3)."""
 
 Effect = Literal["live", "restart", "none"]
 """What setting a knob does: ``live``: in force from the next step on; ``restart``: refused, it takes a new engine;
@@ -87,6 +90,11 @@ class CallableInfo:
     strategy: str
     workers: int
     slots: int
+
+
+def own_kv_cache_dtype(name: str) -> str:
+    """``name`` as our own engine calls it: vLLM knows ``fp8`` as ``fp8_e4m3`` too."""
+    return "fp8" if name == "fp8_e4m3" else name
 
 
 def _version() -> str:

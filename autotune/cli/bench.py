@@ -26,6 +26,7 @@ from autotune.cli.options import (
     check_rate,
     checked,
     engine_of,
+    profiled_kv_cache_dtype,
     request_classes,
     seconds,
 )
@@ -175,10 +176,11 @@ def bench(
     with stop_on_interrupt() as stop:
         found = machine(gpu=kind == "gpu")
         check_dtype(chosen, dtype)
-        source = load(
-            by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
-            kv_cache_dtype=stored, arguments=arguments,
-        )  # fmt: skip
+        with profiled_kv_cache_dtype(kv_cache_dtype):
+            source = load(
+                by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
+                kv_cache_dtype=stored, arguments=arguments,
+            )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
         console.print(
@@ -297,10 +299,10 @@ class _Run:
         return Display(self.console, "")
 
     def _head(self, load: BenchLoad) -> str:
-        from autotune.workload.options import fraction
+        from autotune.workload import length_scale_in_words
 
-        scale = load.workload.length_scale
-        lengths = "" if scale == 1 else f", lengths × {fraction(scale)}"
+        scaled = length_scale_in_words(load.workload)
+        lengths = f", {scaled}" if scaled else ""
         classes = "".join(f"class {one}\n" for one in load.classes)
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
         rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")

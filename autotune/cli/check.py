@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import AsJsonOfARun, EngineArguments, ProfileArgument, engine_of, seconds
+from autotune.cli.options import (
+    AsJsonOfARun,
+    EngineArguments,
+    ProfileArgument,
+    engine_of,
+    profiled_kv_cache_dtype,
+    seconds,
+)
 from autotune.engines.named import DEFAULT, either, label, load, named
 from runtime.errors import InputError
 
@@ -186,16 +193,17 @@ def _measured(
         logging.disable_progress_bar()  # of loading weights: control characters in a log
     facts, then = profile.engine, profile.model
     assert profile.cost_model is not None
-    source = load(
-        by,
-        model or then.name,
-        dtype=then.dtype,
-        device="cuda" if gpu else "cpu",
-        seed=then.seed or 0,
-        max_model_len=then.max_model_len,
-        kv_cache_dtype=then.kv_cache_dtype,
-        arguments=arguments,
-    )
+    with profiled_kv_cache_dtype(None, "check it as it was measured, or profile again with --kv-cache-dtype auto"):
+        source = load(
+            by,
+            model or then.name,
+            dtype=then.dtype,
+            device="cuda" if gpu else "cpu",
+            seed=then.seed or 0,
+            max_model_len=then.max_model_len,
+            kv_cache_dtype=then.kv_cache_dtype,
+            arguments=arguments,
+        )
     if other := measured_on_another(facts, source.name, source.version):
         differs.append(other)
     here = model_facts(source.model, then.seed or 0)

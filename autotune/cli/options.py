@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -17,6 +18,7 @@ from runtime import slo
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from runtime.slo import RequestClass
+from runtime.tunable import KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
     from autotune.profile import Profile
@@ -75,8 +77,19 @@ def check_device(cpu: bool, gpu: bool) -> None:
 
 def check_kv_cache_dtype(requested: str) -> None:
     """Raise :class:`InputError` for what --kv-cache-dtype does not take."""
-    if requested not in ("auto", "fp8"):
-        raise InputError(f"--kv-cache-dtype is {requested}; it must be auto or fp8")
+    if requested not in KV_CACHE_DTYPES:
+        raise InputError(f"--kv-cache-dtype is {requested}; it must be {' or '.join(KV_CACHE_DTYPES)}")
+
+
+@contextmanager
+def profiled_kv_cache_dtype(given: str | None, instead: str = "--kv-cache-dtype auto takes another") -> Iterator[None]:
+    """Where none is ``given`` it is the profile's: errors in here that refuse it say so, and what to do ``instead``."""
+    try:
+        yield
+    except InputError as error:
+        if given is not None or not str(error).startswith("kv_cache_dtype is "):
+            raise
+        raise InputError(f"the profile's {error}; {instead}") from None
 
 
 def check_rate(option: str, rate: float | None) -> None:

@@ -21,6 +21,7 @@ from autotune.cli.options import (
     checked_knobs,
     given_options,
     need_server_extra,
+    profiled_kv_cache_dtype,
     request_classes,
     with_knobs,
 )
@@ -219,7 +220,8 @@ def serve(
         serving.become(requested)
     if dtype is not None:
         check_dtype(by, dtype)
-    return _serve_here(serving, requested, known, records, as_json)
+    with profiled_kv_cache_dtype(kv_cache_dtype):
+        return _serve_here(serving, requested, known, records, as_json)
 
 
 def _serve_here(

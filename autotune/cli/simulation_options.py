@@ -175,13 +175,14 @@ class SimulationOptions:
         """What is simulated, a line each for machine, cost model and load; ``offered``: at which rate, and whose it is."""
         from autotune.profile.fingerprint import describe
         from autotune.version import __version__
-        from autotune.workload.options import fraction
+        from autotune.workload import length_scale_in_words
 
         profile, load = self.profile, self.scenario.workload
         assert profile.cost_model is not None  # or there were no scenario
         own = not self.foreign or "length" in self.named
         whose = "" if own else " (the profile's)"
-        lengths = "" if load.length_scale == 1 else f", lengths × {fraction(load.length_scale)}{whose}"
+        scaled = length_scale_in_words(load)
+        lengths = f", {scaled}{whose}" if scaled else ""
         rate = ""
         if offered is not None:
             another = "; --rate for another" if self.foreign and offered[1] == "the profile's" else ""

@@ -16,7 +16,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.engine import Engine
 from runtime.slo import RequestClass, request_classes
-from runtime.tunable import ModelInfo
+from runtime.tunable import ModelInfo, own_kv_cache_dtype
 from runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ def dtypes() -> tuple[str, ...]:
     return "auto", *DTYPES
 
 
-def _load(model: str, *, arguments: Mapping[str, str], **loading: Any) -> OwnSource:
+def _load(model: str, *, kv_cache_dtype: str, arguments: Mapping[str, str], **loading: Any) -> OwnSource:
     del arguments  # it takes none
-    return OwnSource.load(model, **loading)
+    return OwnSource.load(model, kv_cache_dtype=own_kv_cache_dtype(kv_cache_dtype), **loading)
 
 
 def _start(requested: ToServe) -> Engine:
@@ -134,7 +134,7 @@ def _start(requested: ToServe) -> Engine:
         requested.model,
         dtype=requested.dtype or "auto",
         device=requested.device,
-        kv_cache_dtype=requested.kv_cache_dtype,
+        kv_cache_dtype=own_kv_cache_dtype(requested.kv_cache_dtype),
         seed=requested.seed,
         max_model_len=requested.max_model_len,
     )

@@ -190,17 +190,17 @@ def _named(field: str, name: str) -> str:
 
 def _apply(source: S, rows: Rows[S]) -> Iterator[Entry]:
     for ours, row in rows:
-        harmless = row.harmless(source)
-        fit = Fit.EXACT if row.exact(source) else row.fit
+        harmless, refused = row.harmless(source), row.unsupported(source)
+        fit = Fit.UNSUPPORTED if refused else Fit.EXACT if row.exact(source) else row.fit
         yield Entry(
             name=ours.name,
             value=ours.value(source),
             source=ours.shown(source),
             doc=ours.doc,
             fit=fit,
-            written=row.write(source),
+            written={} if refused else row.write(source),
             lossy=fit is not Fit.EXACT and not harmless,
-            note=note_of(fit, row.said, harmless, row.about(source)),
+            note=note_of(fit, refused or row.said, harmless, row.about(source)),
         )
 
 

@@ -72,9 +72,14 @@ def same(key: str, value: Callable[[EngineSource], Value | None]) -> Row[EngineS
     return Row(Fit.EXACT, (key,), write)
 
 
-def kv_cache_in(key: str, **named: str) -> Row[EngineSource]:
-    """What the KV cache is kept in, by its name there where that is another; auto is auto."""
-    return same(key, lambda s: named.get(s.profile.model.kv_cache_dtype, s.profile.model.kv_cache_dtype))
+def kv_cache_in(key: str, title: str, **named: str) -> Row[EngineSource]:
+    """What the KV cache is kept in, by its name there; auto is auto, and ``title`` takes no other."""
+    names = {"auto": "auto", **named}
+
+    def unsupported(source: EngineSource) -> str:
+        return "" if source.profile.model.kv_cache_dtype in names else f"{title} keeps its KV cache in no such type"
+
+    return Row(Fit.EXACT, (key,), lambda s: {key: names[s.profile.model.kv_cache_dtype]}, unsupported=unsupported)
 
 
 def facts_under(

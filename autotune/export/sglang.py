@@ -82,7 +82,9 @@ SGLANG = ExportTarget(
     facts=facts_under(
         model="model-path",
         max_model_len="context-length",
-        kv_cache_dtype=kv_cache_in("kv-cache-dtype", fp8="fp8_e4m3"),
+        kv_cache_dtype=kv_cache_in(
+            "kv-cache-dtype", "SGLang", fp8="fp8_e4m3", fp8_e4m3="fp8_e4m3", fp8_e5m2="fp8_e5m2", bfloat16="bf16"
+        ),
         kv_pool="max-total-tokens",
         fewer="SGLang takes fewer where its share of memory (mem-fraction-static) holds no more",
         prefix_cache=same("disable-radix-cache", lambda s: not s.profile.engine.prefix_cache),

@@ -109,7 +109,8 @@ class Row(Generic[S_contra]):
     ``keys``: theirs, all that ``write`` may return; ``write`` converts to their units. ``said``: the difference
     (APPROXIMATE) or the reason (UNSUPPORTED), a clause about the target. ``harmless``: why *this* value loses nothing
     although the row does not fit exactly, or "". ``about``: what to know about the value written, or "". ``exact``: whether it
-    fits exactly all the same, of a profile measured on this very engine.
+    fits exactly all the same, of a profile measured on this very engine. ``unsupported``: why *this* value has no counterpart
+    although others have one, or ""; nothing is written of it then.
     """
 
     fit: Fit
@@ -119,6 +120,7 @@ class Row(Generic[S_contra]):
     harmless: Callable[[S_contra], str] = _never
     about: Callable[[S_contra], str] = _never
     exact: Callable[[S_contra], bool] = _no
+    unsupported: Callable[[S_contra], str] = _never
 
     def __post_init__(self) -> None:
         if (self.fit is Fit.EXACT) == bool(self.said):

@@ -79,7 +79,7 @@ TENSORRT_LLM = ExportTarget(
     facts=facts_under(
         model="model",
         max_model_len="max_seq_len",
-        kv_cache_dtype=kv_cache_in("kv_cache_config.dtype", fp8_e4m3="fp8"),
+        kv_cache_dtype=kv_cache_in("kv_cache_config.dtype", "TensorRT-LLM", fp8="fp8", fp8_e4m3="fp8"),
         kv_pool="kv_cache_config.max_tokens",
         fewer="TensorRT-LLM takes fewer where its share of free memory (free_gpu_memory_fraction) holds no more",
         prefix_cache=same("kv_cache_config.enable_block_reuse", lambda s: s.profile.engine.prefix_cache),

@@ -12,7 +12,7 @@ import shlex
 from typing import NamedTuple
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import known_dtype, kv_cache_in, no_chunk_needed, no_drafts, no_wait, same, sequences
+from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
 from autotune.export.source import EngineSource
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
@@ -176,7 +176,7 @@ VLLM = ExportTarget(
             Fit.EXACT, ("max-model-len",), lambda s: {"max-model-len": s.max_model_len}, about=_about_length
         ),
         "dtype": same("dtype", lambda s: s.profile.model.dtype),
-        "kv_cache_dtype": kv_cache_in("kv-cache-dtype"),
+        "kv_cache_dtype": same("kv-cache-dtype", lambda s: s.profile.model.kv_cache_dtype),  # in its own words
         "kv_pool": Row(
             Fit.APPROXIMATE,
             ("gpu-memory-utilization", "block-size", "num-gpu-blocks-override", "kv-cache-memory-bytes"),

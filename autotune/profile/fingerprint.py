@@ -19,6 +19,7 @@ from autotune.profile.parts import EngineFacts, GpuInfo, Machine, ModelFacts, So
 from autotune.version import __version__
 from runtime.knobs import KnobLimits
 from runtime.step_model import StepGraphs, next_size
+from runtime.tunable import own_kv_cache_dtype
 
 FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
@@ -137,7 +138,7 @@ def measured_on_another(profiled: EngineFacts, name: str, version: str) -> str:
 
 def stored_otherwise(profiled: ModelFacts, kv_cache_dtype: str) -> str:
     """How a KV pool kept in ``kv_cache_dtype`` is not the one of a profile, in words; empty if it is."""
-    if profiled.kv_cache_dtype == kv_cache_dtype:
+    if own_kv_cache_dtype(profiled.kv_cache_dtype) == own_kv_cache_dtype(kv_cache_dtype):
         return ""
     return f"profile was measured with kv_cache_dtype {profiled.kv_cache_dtype}, not {kv_cache_dtype}"
 

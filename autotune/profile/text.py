@@ -22,7 +22,7 @@ from runtime.errors import InputError
 LARGEST = 4 * 2**20  # bytes; of a profile with thousands of points
 DEEPEST = 32
 
-_FIELDS = tuple(re.compile(rb'^"?%s"?:' % name, re.MULTILINE) for name in (b"schema_version", b"name", b"slo"))
+_FIRST = tuple(re.compile(rb'^"?%s"?:' % name, re.MULTILINE) for name in (b"schema_version", b"name"))
 _RAW_RUN = re.compile(rb'\s*\{\s*"(kind"\s*:\s*"step"|stage"\s*:)')
 
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -138,8 +138,11 @@ def _another_kind(text: str, path: Path) -> str | None:
 
 
 def is_profile(begin: bytes) -> bool:
-    """Whether a file that begins so is a profile, of an engine or of a callable, in any version."""
-    return all(field.search(begin) for field in _FIELDS)
+    """Whether a file that begins so is a profile, of an engine or of a callable, in any version.
+
+    Told by what comes first: the command that follows may be longer than any beginning.
+    """
+    return all(field.search(begin) for field in _FIRST)
 
 
 def is_sidecar(begin: bytes) -> bool:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from autotune.workload.parse import at_length_scale, brings_lengths, named_options, named_rate, parse_workload
+from autotune.workload.parse import (
+    at_length_scale,
+    brings_lengths,
+    length_scale_in_words,
+    named_options,
+    named_rate,
+    parse_workload,
+)
 from autotune.workload.presets import PRESETS
 from autotune.workload.replay import ReplayReport, replay
 from autotune.workload.spec import Arrival, Source, Workload, prompt_ids
@@ -15,6 +22,7 @@ __all__ = [
     "Workload",
     "at_length_scale",
     "brings_lengths",
+    "length_scale_in_words",
     "named_options",
     "named_rate",
     "parse_workload",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.workload.mix import Mix, Part
-from autotune.workload.options import Options, plain_float
+from autotune.workload.options import Options, fraction, plain_float
 from autotune.workload.presets import FITTED, PRESETS
 from autotune.workload.readers import Reader, guess_reader, read_azure, read_mooncake
 from autotune.workload.spec import Source, Workload
@@ -73,6 +73,18 @@ def at_length_scale(workload: Workload, scale: float) -> Workload:
         parts = tuple(replace(part, workload=at_length_scale(part.workload, scale)) for part in mix.parts)
         return replace(workload, source=replace(mix, parts=parts))
     return workload.scaled(length=scale)
+
+
+def length_scale_in_words(workload: Workload) -> str:
+    """What the lengths of ``workload`` were multiplied by: ``lengths × 1/8``, or ``lengths of code × 1/8`` of a mix where another
+    part brings a scale of its own, which its spelling says; "" for nothing."""
+    if workload.length_scale != 1:
+        return f"lengths × {fraction(workload.length_scale)}"
+    scaled: dict[float, list[str]] = {}
+    for part in workload.source.parts if isinstance(workload.source, Mix) else ():
+        if part.workload.length_scale != 1 and "length" not in named_options(part.workload.name):
+            scaled.setdefault(part.workload.length_scale, []).append(part.name)
+    return ", ".join(f"lengths of {' and '.join(names)} × {fraction(scale)}" for scale, names in scaled.items())
 
 
 def _is_mix(text: str) -> bool:

@@ -21,10 +21,10 @@ from runtime.torch_backend.padded import PaddedAttention
 from runtime.torch_backend.recorded_steps import prompt_ladder
 from runtime.torch_backend.resident import Graphs, batch_ladder
 from runtime.torch_backend.sampling import Sampler
+from runtime.tunable import KV_CACHE_DTYPES
 
 log = logging.getLogger(__name__)
 
-KV_CACHE_DTYPES = ("auto", "fp8")
 _MIN_CACHE_BYTES = 64 << 20
 
 

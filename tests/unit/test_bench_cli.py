@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autotune.bench.loads import BenchLoad
+from autotune.cli import bench
 from autotune.cli.main import run
+from autotune.workload import at_length_scale, parse_workload
+from runtime.slo import SLO
+from tests.sample_profile import sample_model
 
 
 @pytest.mark.parametrize(
@@ -57,3 +63,19 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("autotune bench") >= 4 and "vLLM's defaults" in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "scaled"),
+    [
+        ("fixed", ", lengths × 1/8"),
+        ("fixed:length=1", ""),
+        ("chat=fixed:length=1/4@0.5+code=fixed@0.5", ", lengths of code × 1/8"),
+    ],
+)
+def test_the_header_says_which_lengths_are_scaled(spec: str, scaled: str) -> None:
+    workload = at_length_scale(parse_workload(spec), 1 / 8)
+    engine: Any = None
+    made = bench._Run(engine, sample_model(), [], 1.0, 1, 0, engine, None)
+    head = made._head(BenchLoad(spec, workload, SLO(ttft_ms=500), "given", "given"))
+    assert f"workload {spec}{scaled} · " in head

@@ -116,6 +116,8 @@ def test_profiles_of_every_kind_and_version_may_be_replaced(tmp_path: Path) -> N
     files = [*(Path(__file__).parent / "data").glob("*profile-version-*.yaml"), *profiles_folder().glob("*.yaml")]
     assert len(files) > 5 and all(is_profile(file.read_bytes()[:65536]) for file in files)
     save_profile(sample_profile(), tmp_path / "mine.yaml")
+    save_profile(sample_profile(command=f"autotune profile --workload {'x' * 70_000}"), tmp_path / "long.yaml")
+    assert is_profile((tmp_path / "long.yaml").read_bytes()[:65536])
     found = full_profile()
     (tmp_path / "mine.points.jsonl").write_text(sidecar(findings()))
     for blank in ("", "\n\n"):

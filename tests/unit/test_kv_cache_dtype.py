@@ -9,20 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from autotune import control
-from autotune.cli import bench
+from autotune.cli import bench, options
 from autotune.cli.main import run
 from autotune.cli.target import model_facts
 from autotune.engines.own import OwnSource
-from autotune.export import TARGETS, export
+from autotune.export import TARGETS, Fit, export
 from autotune.profile import ModelFacts, load_profile, save_profile
 from autotune.profile.fingerprint import machine, stored_otherwise
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
-from runtime.tunable import ModelInfo
+from runtime.torch_backend import backends
+from runtime.tunable import KV_CACHE_DTYPES, ModelInfo
 from tests.sample_profile import full_profile, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
 
@@ -41,8 +43,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
     """A profile of this machine that was measured with 8 bits."""
-    path = tmp_path / "eight.yaml"
-    save_profile(full_profile(machine=machine(), model=sample_model(name="nano", kv_cache_dtype="fp8")), path)
+    return save_eight(tmp_path, "fp8")
+
+
+def save_eight(folder: Path, stored: str) -> str:
+    path = folder / "eight.yaml"
+    save_profile(full_profile(machine=machine(), model=sample_model(name="nano", kv_cache_dtype=stored)), path)
     return str(path)
 
 
@@ -61,25 +67,44 @@ def test_one_line_and_2(
     assert not list(tmp_path.iterdir()), "nothing half-written"
 
 
+def test_options_and_pools_know_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (options, backends):
+        assert module.KV_CACHE_DTYPES is KV_CACHE_DTYPES  # type: ignore[attr-defined]
+        monkeypatch.setattr(module, "KV_CACHE_DTYPES", (*KV_CACHE_DTYPES, "int4"))
+    options.check_kv_cache_dtype("int4")
+    backends.check_kv_cache_dtype("int4", torch.device("cpu"))
+    with pytest.raises(InputError, match="--kv-cache-dtype is int8; it must be auto or fp8 or int4"):
+        options.check_kv_cache_dtype("int8")
+    with pytest.raises(InputError, match="kv_cache_dtype is 'int8'; it must be auto or fp8 or int4"):
+        backends.check_kv_cache_dtype("int8", torch.device("cpu"))
+
+
 def test_a_callable_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "profile", "--callable", "json:dumps", "--kv-cache-dtype", "fp8")
     assert said.startswith("--kv-cache-dtype is given; it says nothing about a callable")
 
 
+@pytest.mark.parametrize("stored", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize(
-    "words",
-    [("check", "PROFILE"), ("bench", "--cpu", "--profile", "PROFILE"),
-     ("serve", "--device", "cpu", "--port", "0", "--profile", "PROFILE")],
+    ("words", "instead"),
+    [(("check", "PROFILE"), "check it as it was measured, or profile again with --kv-cache-dtype auto"),
+     (("bench", "--cpu", "--profile", "PROFILE"), "--kv-cache-dtype auto takes another"),
+     (("serve", "--device", "cpu", "--port", "0", "--profile", "PROFILE"), "--kv-cache-dtype auto takes another")],
 )  # fmt: skip
-def test_a_profile_of_8_bits_asks_for_them(
-    words: tuple[str, ...], saved: str, capsys: pytest.CaptureFixture[str]
+def test_a_profile_of_8_bits_asks_for_them_and_is_named(
+    words: tuple[str, ...], instead: str, stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused(capsys, *(saved if word == "PROFILE" else word for word in words)).startswith(ON_CPU)
+    """vLLM's name for ours is ours; another that it has is none."""
+    path = save_eight(tmp_path, stored)
+    said = refused(capsys, *(path if word == "PROFILE" else word for word in words))
+    why = "kv_cache_dtype is 'fp8_e5m2'; it must be auto or fp8" if stored == "fp8_e5m2" else ON_CPU
+    assert said.startswith(f"the profile's {why}") and said.endswith(f"; {instead}")
 
 
 def test_an_option_beside_the_profile_wins(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("serve", "./nowhere", "--device", "cpu", "--port", "0", "--profile", saved)
-    assert refused(capsys, *words).startswith(ON_CPU)
+    assert refused(capsys, *words).startswith(f"the profile's {ON_CPU}")
+    assert refused(capsys, *words, "--kv-cache-dtype", "fp8").startswith(ON_CPU)
     assert refused(capsys, *words, "--kv-cache-dtype", "auto").startswith("model ./nowhere: no such directory")
 
 
@@ -156,6 +181,7 @@ def test_control_warns_of_another(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         control(engine("fp8"), slo=SLO(ttft_ms=500), profile=path).close()
+    assert stored_otherwise(EIGHT, "fp8_e4m3") == "" != stored_otherwise(EIGHT, "fp8_e5m2")
     assert stored_otherwise(EIGHT, "fp8") == stored_otherwise(sample_model(), "auto") == ""
 
 
@@ -173,8 +199,12 @@ def test_tables_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("to", "key", "names"),
     [
-        ("vllm", "kv-cache-dtype", {"fp8": "fp8", "fp8_e5m2": "fp8_e5m2"}),
-        ("sglang", "kv-cache-dtype", {"fp8": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}),
+        ("vllm", "kv-cache-dtype", {name: name for name in ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "bfloat16")}),
+        (
+            "sglang",
+            "kv-cache-dtype",
+            {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bf16"},
+        ),
         ("tensorrt-llm", "kv_cache_config.dtype", {"fp8": "fp8", "fp8_e4m3": "fp8"}),
     ],
 )
@@ -183,6 +213,22 @@ def test_an_exported_file_asks_for_the_same(to: str, key: str, names: dict[str, 
         made = export(sample_profile(model=sample_model(kv_cache_dtype=ours)), TARGETS[to], allow_lossy=True)
         assert made.written[key] == theirs
     assert export(sample_profile(), TARGETS[to], allow_lossy=True).written[key] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("to", "name"), [("sglang", "fp8_inc"), ("tensorrt-llm", "fp8_e5m2"), ("tensorrt-llm", "bfloat16")]
+)
+def test_what_another_engine_keeps_no_cache_in_is_never_passed_on(to: str, name: str) -> None:
+    profile, target = sample_profile(model=sample_model(kv_cache_dtype=name)), TARGETS[to]
+    with pytest.raises(InputError, match=rf"kv_cache_dtype={name}\b.* no counterpart in {target.title}; --allow-lossy"):
+        export(profile, target)
+    made = export(profile, target, allow_lossy=True)
+    assert not {*target.facts["kv_cache_dtype"].keys} & {*made.written}
+    entry = next(entry for entry in made.entries if entry.name == "kv_cache_dtype")
+    assert entry.fit is Fit.UNSUPPORTED and entry.lossy
+    said = f"{target.title} keeps its KV cache in no such type"
+    assert any("kv_cache_dtype" in line and said in line for line in made.reports)
+    assert said in " ".join(made.text(Path("x.yaml")).replace("#", " ").split())
 
 
 def test_half_the_bytes_are_half_the_share_of_vllm_s_memory() -> None:

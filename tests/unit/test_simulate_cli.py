@@ -333,7 +333,11 @@ def test_a_rate_that_the_workload_names_is_simulated(path: str, capsys: pytest.C
 def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = profiled().workload.model_copy(update={"length_scale": 0.5})
     save_profile(profiled(workload=facts), tmp_path / "half.yaml")
-    for workload, words in ((EVEN, "lengths × 1/2 (the profile's) "), (EVEN + ",length=1", "length=1 at ")):
+    for workload, words in (
+        (EVEN, "lengths × 1/2 (the profile's) "),
+        (EVEN + ",length=1", "length=1 at "),
+        (f"a={EVEN},length=1@50%+b={EVEN}@50%", "lengths of b × 1/2 (the profile's) "),
+    ):
         run(
             [
                 "simulate",
@@ -346,7 +350,7 @@ def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.Capture
                 *QUICK,
             ]
         )
-        assert words in capsys.readouterr().out
+        assert words in flat(capsys.readouterr().out) + " "
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.workload import at_length_scale, named_options, parse_workload
+from autotune.workload import at_length_scale, length_scale_in_words, named_options, parse_workload
 from runtime.errors import InputError
 
 TWO = "chat=azure-conv@0.8+batch=poisson:prompt=900,output=100@0.2"
@@ -118,3 +118,20 @@ def test_a_scale_goes_to_parts_that_bring_none() -> None:
     assert prompts(f"a={other}@0.5+b={other}@0.5", 1 / 4) == {"a": 64, "b": 64}
     assert prompts(f"a={one}@0.5+b={one}@0.5", 1 / 4) == {"a": 128, "b": 128}
     assert prompts("poisson:prompt=512,output=64,length=1", 1 / 4) == {"default": 512}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fixed", "lengths × 1/8"),
+        ("fixed:length=1/4", "lengths × 1/4"),
+        ("fixed:length=1", ""),
+        ("a=fixed@0.5+b=fixed@0.5", "lengths × 1/8"),
+        ("a=fixed:length=1/4@0.5+b=fixed@0.5", "lengths of b × 1/8"),
+        ("a=fixed:length=1@0.5+b=fixed@0.25+c=fixed@0.25", "lengths of b and c × 1/8"),
+        ("a=fixed:length=1/4@0.5+b=fixed:length=1/2@0.5", ""),
+    ],
+)
+def test_what_was_scaled_is_said(text: str, words: str) -> None:
+    """A part that brings a scale of its own has it in its spelling."""
+    assert length_scale_in_words(at_length_scale(parse_workload(text), 1 / 8)) == words
