@@ -213,7 +213,7 @@ def test_a_pool_of_so_many_tokens_has_as_many_in_every_model(tmp_path: Path) -> 
     )
     named = load_vllm(
         str(weightless_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
-        arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK)},
+        kv_cache_dtype="auto", arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK)},
     )  # fmt: skip
     named = replace(named, options={**named.options, "distributed_executor_backend": made}).with_kv_tokens(4096)
     with named.start(Knobs(8, 0, 64, 48), LIMITS) as engine:
@@ -225,7 +225,7 @@ def test_ceilings_and_defaults_heed_what_vllm_may_run_at_once(tmp_path: Path) ->
     given = {"max_num_active_seqs": "5", "max_num_scheduled_tokens": "96"}
     named = load_vllm(
         str(weightless_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
-        arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK), **given},
+        kv_cache_dtype="auto", arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK), **given},
     )  # fmt: skip
     assert (named.limits.max_batch_size, named.limits.token_budget, named.limits.chunk_size) == (5, 96, 96)
     assert (named.stock.max_batch_size, named.stock.token_budget, named.stock.chunk_size) == (5, 96, 96)
