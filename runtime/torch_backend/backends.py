@@ -12,8 +12,11 @@ from torch import nn
 from runtime.errors import InputError, MissingTritonError
 from runtime.torch_backend.attention import AttentionBackend
 from runtime.torch_backend.contract import Loaded
+from runtime.torch_backend.cpu.attention import PagedAttention
 from runtime.torch_backend.cpu.backend import CPUAttention
+from runtime.torch_backend.cpu.compiled import kernels
 from runtime.torch_backend.cpu.linear import pack_linears
+from runtime.torch_backend.cpu.operations import CPUOperations
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.memory import DeviceMemory, return_free_pages
 from runtime.torch_backend.operations import Operations
@@ -60,7 +63,16 @@ def _contiguous(pool: KVPool, loaded: Loaded) -> CPUAttention:
 PLAIN = Backend(Operations(), lambda pool, loaded: PaddedAttention(pool, loaded.device), lambda model: None)
 """PyTorch's own operations, on any device."""
 
-CPU = Backend(Operations(), _contiguous, pack_linears, tidy=return_free_pages)
+def _paged(pool: KVPool, loaded: Loaded) -> AttentionBackend:
+    """By kernels of our own where they can be had."""
+    found = kernels(loaded.dtype)
+    return _contiguous(pool, loaded) if found is None else PagedAttention(pool, loaded.device, found)
+
+
+UNCOMPILED = Backend(Operations(), _contiguous, pack_linears, tidy=return_free_pages)
+"""A CPU without a C compiler."""
+
+CPU = UNCOMPILED._replace(operations=CPUOperations(), attention=_paged)
 
 
 def backend_for(device: torch.device) -> Backend:

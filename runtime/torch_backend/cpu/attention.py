@@ -1,0 +1,70 @@
+"""Attention on a CPU over the block pool itself, decode rows and prompt chunks alike, by one call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.torch_backend.attention import Terms
+from runtime.torch_backend.cpu.compiled import Kernels, Layer, Step
+from runtime.torch_backend.inputs import PackedBatch, listed
+from runtime.torch_backend.kv_pool import KVPool, LayerKV
+from runtime.torch_backend.padded import PaddedAttention, PaddedStep
+
+_DIMS = 32  # dimensions of a head that a kernel takes are multiples of,
+_MOST_DIM = 256  # and at most this many
+
+
+class PagedStep:
+    """What :class:`PagedAttention` plans: who has how many new tokens, how much context, and in which blocks."""
+
+    def __init__(self, owner: PagedAttention, batch: PackedBatch) -> None:
+        self._owner, self._batch = owner, batch
+        found = listed(batch, owner.pool.block_size, owner.pool.pad_block)
+        self._held = [np.ascontiguousarray(each) for each in found]  # as long as C reads them
+        fresh, context, table = (each.ctypes.data for each in self._held)
+        self.step = Step(fresh, context, table, *found.table.shape, owner.pool.block_size)
+        self.tokens = int(found.new.sum())
+        self._padded: PaddedStep | None = None
+
+    def padded(self) -> PaddedStep:
+        if self._padded is None:
+            self._padded = self._owner.plain.plan(self._batch)
+        return self._padded
+
+
+class PagedAttention:
+    """An :class:`~runtime.torch_backend.attention.AttentionBackend` by ``kernels``, which are for the dtype of the model.
+
+    It reads blocks where they lie: no copy of what decodes, no padding, no masks. Heads of other sizes than the kernel takes attend in
+    plain PyTorch.
+    """
+
+    def __init__(self, pool: KVPool, device: torch.device, kernels: Kernels) -> None:
+        self.pool = pool
+        self.plain = PaddedAttention(pool, device)
+        self._kernels = kernels
+
+    def plan(self, batch: PackedBatch) -> PagedStep:
+        return PagedStep(self, batch)
+
+    def run(self, state: PagedStep, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+        tokens, heads, key_dim = query.shape
+        _, kv_heads, value_dim = layer.values.shape
+        if key_dim % _DIMS or value_dim % _DIMS or max(key_dim, value_dim) > _MOST_DIM or query.dtype != layer.keys.dtype:
+            return self.plain.run(state.padded(), layer, query, key, value, terms)
+        if query.stride(2) != 1 or query.stride(1) != key_dim:
+            query = query.contiguous()
+        sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
+        out = query.new_empty(tokens, heads, value_dim)
+        told = Layer(
+            query.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr(), None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(), query.stride(0), heads, kv_heads, key_dim, value_dim, terms.window or 0, terms.scale,
+            terms.softcap or 0.0,
+        )  # fmt: skip
+        if self._kernels.attend(ctypes.byref(told), ctypes.byref(state.step), torch.get_num_threads()):
+            raise MemoryError("attention: out of memory")
+        return out

@@ -1,0 +1,489 @@
+/* What a decoder layer computes around its matrix products, one pass over memory each.
+ *
+ * Compiled once for each element type: float, or with -DBFLOAT16 bfloat16, which is computed in float and rounded once. Rows are
+ * tokens. Every size of a row must be a multiple of 16 elements. Values that are not finite stay so: nothing is compiled with
+ * -ffast-math. Each function returns nothing and cannot fail, but for attend, which returns nonzero when memory ran out.
+ */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+#include <immintrin.h>
+#define PAIRS /* products of two bfloat16 at once, summed in float */
+#endif
+
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+
+typedef float Vector __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t Integers __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
+typedef float Unaligned __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+
+#ifdef BFLOAT16
+typedef uint16_t Element;
+typedef uint16_t Halves __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
+
+static inline Vector load(const Element *at) {
+    return (Vector)(__builtin_convertvector(*(const Halves *)at, Words) << 16);
+}
+
+static inline void store(Element *at, Vector value) { /* to the nearest, ties to even; a NaN stays one */
+    Words bits = (Words)value;
+    Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    Words broken = (Words)(value != value);
+    *(Halves *)at = __builtin_convertvector((rounded & ~broken) | (0x7FC0 & broken), Halves);
+}
+#else
+typedef float Element;
+
+static inline Vector load(const Element *at) { return *(const Unaligned *)at; }
+
+static inline void store(Element *at, Vector value) { *(Unaligned *)at = value; }
+#endif
+
+static inline Vector load_float(const float *at) { return *(const Unaligned *)at; }
+
+static inline Vector choose(Integers where, Vector yes, Vector no) {
+    return (Vector)(((Integers)yes & where) | ((Integers)no & ~where));
+}
+
+/* e to the x: 2 to the nearest whole number of x / ln 2, times a polynomial of the rest (least maximal error, 1e-7). */
+static inline Vector exponential(Vector x) {
+    x = choose(x < -87.0f, (Vector){} - 87.0f, x);
+    x = choose(x > 88.0f, (Vector){} + 88.0f, x);
+    const float magic = 12582912.0f; /* 1.5 · 2^23: what is added to it is rounded to a whole number */
+    Vector y = x * 1.44269504f;
+    Vector shifted = y + magic;
+    Vector rest = y - (shifted - magic);
+    /* x / ln 2 in one float is off by up to 6e-8 · |y|: what that leaves out is put back */
+    rest += x * 1.925963033e-8f;
+    Vector p = rest * 1.5345593533e-4f + 1.3399929442e-3f;
+    p = p * rest + 9.6184897692e-3f;
+    p = p * rest + 5.5503287825e-2f;
+    p = p * rest + 2.4022646883e-1f;
+    p = p * rest + 6.9314720573e-1f;
+    p = p * rest + 1.0f;
+    Integers power = ((Integers)shifted << 23) + 0x3F800000;
+    return choose(x == x, p * (Vector)power, x);
+}
+
+static inline float total(Vector x) {
+    float sum = 0;
+    for (int i = 0; i < WIDTH; i++) sum += x[i];
+    return sum;
+}
+
+static inline float greatest(Vector x) {
+    float found = x[0];
+    for (int i = 1; i < WIDTH; i++) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+/* 1 / sqrt(mean(x²) + eps) of a row */
+static inline float inverse_rms(const Element *row, int64_t size, float eps) {
+    Vector squares = {}, more = {};
+    for (int64_t i = 0; i < size; i += 16) {
+        Vector a = load(row + i);
+        squares += a * a;
+#if WIDTH == 8
+        Vector b = load(row + i + 8);
+        more += b * b;
+#endif
+    }
+    return 1.0f / __builtin_sqrtf(total(squares + more) / (float)size + eps);
+}
+
+/* scale [size], of floats where wide is set, else of elements */
+static inline Vector scale_at(const void *scale, int wide, int64_t i) {
+    return wide ? load_float((const float *)scale + i) : load((const Element *)scale + i);
+}
+
+static inline void scaled(Element *out, const Element *row, const void *scale, int wide, float factor, int64_t size) {
+    for (int64_t i = 0; i < size; i += WIDTH) store(out + i, load(row + i) * factor * scale_at(scale, wide, i));
+}
+
+/* RMS norm of each row of x [rows, size]. */
+void norm(Element *out, const Element *x, const void *scale, int wide, float eps, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        scaled(out + row * size, x + row * size, scale, wide, inverse_rms(x + row * size, size, eps), size);
+}
+
+/* x becomes x + residual, and out its norm. */
+void add_norm(Element *out, Element *x, const Element *residual, const void *scale, int wide, float eps, int64_t rows,
+              int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        Element *sum = x + row * size;
+        for (int64_t i = 0; i < size; i += WIDTH) store(sum + i, load(sum + i) + load(residual + row * size + i));
+        scaled(out + row * size, sum, scale, wide, inverse_rms(sum, size, eps), size);
+    }
+}
+
+/* silu(gate) · up of gate_up [rows, 2 · size]; out [rows, size]. */
+void silu_mul(Element *out, const Element *gate_up, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const Element *gate = gate_up + row * 2 * size, *up = gate + size;
+        for (int64_t i = 0; i < size; i += WIDTH) {
+            Vector x = load(gate + i);
+            store(out + row * size + i, x / (1.0f + exponential(-x)) * load(up + i));
+        }
+    }
+}
+
+/* Norm (unless scale is null) and rotate a head; its halves are the pairs. */
+static inline void rotate(Element *head, const Element *cosine, const Element *sine, const void *scale, int wide, float eps,
+                          int64_t dim) {
+    int64_t half = dim / 2;
+    float factor = scale ? inverse_rms(head, dim, eps) : 1.0f;
+    for (int64_t i = 0; i < half; i += WIDTH) {
+        Vector a = load(head + i), b = load(head + half + i);
+        if (scale) {
+            a *= factor * scale_at(scale, wide, i);
+            b *= factor * scale_at(scale, wide, half + i);
+        }
+        store(head + i, a * load(cosine + i) - b * load(sine + i));
+        store(head + half + i, b * load(cosine + half + i) + a * load(sine + half + i));
+    }
+}
+
+/* Norm and rotate query and key in place, and write key and value to their slots of a pool.
+ * qkv [tokens, (heads + 2 · kv_heads) · dim]; cosine, sine [tokens, dim]; keys, values [slots, kv_heads, dim]; slots [tokens];
+ * query_scale, key_scale [dim] or null. */
+void rope_write(Element *qkv, const Element *cosine, const Element *sine, const void *query_scale, const void *key_scale,
+                int wide, float eps, Element *keys, Element *values, const int64_t *slots, int64_t tokens, int64_t heads,
+                int64_t kv_heads, int64_t dim, int threads) {
+    int64_t width = kv_heads * dim;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t token = 0; token < tokens; token++) {
+        Element *row = qkv + token * (heads + 2 * kv_heads) * dim, *key = row + heads * dim;
+        const Element *c = cosine + token * dim, *s = sine + token * dim;
+        for (int64_t head = 0; head < heads; head++) rotate(row + head * dim, c, s, query_scale, wide, eps, dim);
+        for (int64_t head = 0; head < kv_heads; head++) rotate(key + head * dim, c, s, key_scale, wide, eps, dim);
+        memcpy(keys + slots[token] * width, key, width * sizeof(Element));
+        memcpy(values + slots[token] * width, key + width, width * sizeof(Element));
+    }
+}
+
+/* ---- attention ---- */
+
+#define TILE 64 /* tokens of context that are looked at together: a multiple of WIDTH */
+#define MOST_DIM 256
+#define MOST_LANES 64
+#define BLOCK 8 /* lanes that one pass over a tile serves */
+
+/* What attend is told of a layer. key_dim, value_dim: multiples of 32, at most 256. window: tokens back that a token sees,
+ * itself included; 0 for all. softcap: 0 for none. sinks [heads] or null. query_stride: elements from token to token. */
+typedef struct {
+    const Element *query, *keys, *values;
+    const float *sinks;
+    Element *out;
+    int64_t query_stride, heads, kv_heads, key_dim, value_dim, window;
+    float scale, softcap;
+} Layer;
+
+/* And of a step: sequences with fresh tokens each, end to end, the last of which sees context positions, itself included;
+ * table [sequences, blocks]. */
+typedef struct {
+    const int64_t *fresh, *context, *table;
+    int64_t sequences, blocks, block_size;
+} Step;
+
+/* One piece of work: lanes first, first + 1, … of a sequence and KV head. Lane l is query head l % group of new token l / group. */
+typedef struct {
+    int64_t sequence, token, kv_head, first;
+    int count;
+} Piece;
+
+/* A factor of a product: a float, or a pair of bfloat16 that are next to each other in the sum. */
+#ifdef PAIRS
+#define IN_A_FACTOR 2
+#else
+#define IN_A_FACTOR 1
+#endif
+#define MOST_FACTORS (MOST_DIM / IN_A_FACTOR)
+
+static inline Vector multiply_add(Vector sum, Vector factors, const float *other) {
+#ifdef PAIRS
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors, (__m512bh)_mm512_set1_ps(*other));
+#else
+    return sum + factors * *other;
+#endif
+}
+
+/* The factors of WIDTH · IN_A_FACTOR elements of a row. */
+static inline Vector factors_of(const Element *at) {
+#ifdef PAIRS
+    return *(const Unaligned *)at;
+#else
+    return load(at);
+#endif
+}
+
+/* Rows become columns: 32-bit items of WIDTH vectors. */
+static inline void transpose(Vector *x) {
+    Vector y[WIDTH];
+#if WIDTH == 16
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = __builtin_shuffle(x[i], x[i + 1], (Integers){0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29});
+        y[i + 1] = __builtin_shuffle(x[i], x[i + 1], (Integers){2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31});
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            Vector a = y[i + j], b = y[i + 2 + j];
+            x[i + 2 * j] = __builtin_shuffle(a, b, (Integers){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29});
+            x[i + 2 * j + 1] = __builtin_shuffle(a, b, (Integers){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            Vector a = x[i + j], b = x[i + 4 + j];
+            y[i + j] = __builtin_shuffle(a, b, (Integers){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27});
+            y[i + 4 + j] = __builtin_shuffle(a, b, (Integers){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
+        }
+    for (int j = 0; j < 8; j++) {
+        Vector a = y[j], b = y[8 + j];
+        x[j] = __builtin_shuffle(a, b, (Integers){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23});
+        x[8 + j] = __builtin_shuffle(a, b, (Integers){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+    }
+#else
+    for (int i = 0; i < 8; i += 2) {
+        y[i] = __builtin_shuffle(x[i], x[i + 1], (Integers){0, 8, 1, 9, 4, 12, 5, 13});
+        y[i + 1] = __builtin_shuffle(x[i], x[i + 1], (Integers){2, 10, 3, 11, 6, 14, 7, 15});
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            Vector a = y[i + j], b = y[i + 2 + j];
+            x[i + 2 * j] = __builtin_shuffle(a, b, (Integers){0, 1, 8, 9, 4, 5, 12, 13});
+            x[i + 2 * j + 1] = __builtin_shuffle(a, b, (Integers){2, 3, 10, 11, 6, 7, 14, 15});
+        }
+    for (int j = 0; j < 4; j++) {
+        Vector a = x[j], b = x[4 + j];
+        y[j] = __builtin_shuffle(a, b, (Integers){0, 1, 2, 3, 8, 9, 10, 11});
+        y[4 + j] = __builtin_shuffle(a, b, (Integers){4, 5, 6, 7, 12, 13, 14, 15});
+    }
+    memcpy(x, y, sizeof(y));
+#endif
+}
+
+/* A tile of context, laid out for the products: keys by factor and then token, values by pair of tokens (or token) and then
+ * dimension. */
+typedef struct {
+    float keys[MOST_FACTORS * TILE] __attribute__((aligned(64)));
+    float values[TILE / IN_A_FACTOR * MOST_DIM] __attribute__((aligned(64)));
+} Tile;
+
+/* What is known of the lanes of a piece. */
+typedef struct {
+    float query[MOST_LANES][MOST_FACTORS] __attribute__((aligned(64)));
+    float sum[MOST_LANES][MOST_DIM] __attribute__((aligned(64))); /* of values, by their weights */
+    float most[MOST_LANES], whole[MOST_LANES];                    /* greatest score, and the sum of weights */
+    int64_t ends[MOST_LANES];                                     /* context of each */
+} Lanes;
+
+/* Lay out the first groups · WIDTH of slots; key_row, value_row: elements from slot to slot. */
+static inline __attribute__((always_inline)) void lay_out(Tile *tile, const Element *keys, const Element *values, int64_t key_row,
+                                                          int64_t value_row, const int64_t *slots, int64_t groups,
+                                                          const int64_t key_dim, const int64_t value_dim) {
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t d = 0; d < key_dim; d += WIDTH * IN_A_FACTOR) {
+            Vector square[WIDTH];
+            for (int i = 0; i < WIDTH; i++) square[i] = factors_of(keys + slots[group * WIDTH + i] * key_row + d);
+            transpose(square);
+            for (int i = 0; i < WIDTH; i++)
+                *(Vector *)(tile->keys + (d / IN_A_FACTOR + i) * TILE + group * WIDTH) = square[i];
+        }
+    for (int64_t token = 0; token < groups * WIDTH; token += IN_A_FACTOR) {
+        float *to = tile->values + token / IN_A_FACTOR * value_dim;
+        const Element *row = values + slots[token] * value_row;
+#ifdef PAIRS
+        const Element *next = values + slots[token + 1] * value_row;
+        for (int64_t d = 0; d < value_dim; d += WIDTH)
+            *(Words *)(to + d) = __builtin_convertvector(*(const Halves *)(row + d), Words) |
+                                 (__builtin_convertvector(*(const Halves *)(next + d), Words) << 16);
+#else
+        for (int64_t d = 0; d < value_dim; d += WIDTH) *(Vector *)(to + d) = load(row + d);
+#endif
+    }
+}
+
+/* LANES of them from at on look at the groups · WIDTH tokens of a tile that begins at position begin: an online softmax
+ * (Milakov and Gimelshein 2018). */
+static inline __attribute__((always_inline)) void look(const Layer *layer, const Tile *tile, Lanes *lanes, int at, int64_t begin,
+                                                       int64_t groups, const int LANES, const int64_t key_dim,
+                                                       const int64_t value_dim) {
+    float score[BLOCK][TILE] __attribute__((aligned(64)));
+    const int64_t factors = key_dim / IN_A_FACTOR, tokens = groups * WIDTH;
+    Integers count;
+    for (int i = 0; i < WIDTH; i++) count[i] = i;
+    for (int64_t group = 0; group < groups; group += 2) { /* of an odd number the last is computed for nothing */
+        Vector low[BLOCK], high[BLOCK];
+        for (int lane = 0; lane < LANES; lane++) low[lane] = high[lane] = (Vector){};
+        const float *keys = tile->keys + group * WIDTH;
+        for (int64_t factor = 0; factor < factors; factor++) {
+            Vector a = *(const Vector *)(keys + factor * TILE), b = *(const Vector *)(keys + factor * TILE + WIDTH);
+            for (int lane = 0; lane < LANES; lane++) {
+                low[lane] = multiply_add(low[lane], a, &lanes->query[at + lane][factor]);
+                high[lane] = multiply_add(high[lane], b, &lanes->query[at + lane][factor]);
+            }
+        }
+        for (int lane = 0; lane < LANES; lane++) {
+            *(Vector *)(score[lane] + group * WIDTH) = low[lane];
+            *(Vector *)(score[lane] + (group + 1) * WIDTH) = high[lane];
+        }
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t end = lanes->ends[at + lane];
+        const int edge = begin + tokens > end || (layer->window && begin < end - layer->window);
+        Vector top = (Vector){} - __builtin_inff();
+        for (int64_t i = 0; i < tokens; i += WIDTH) {
+            Vector x = *(Vector *)(score[lane] + i) * layer->scale;
+            if (layer->softcap > 0) /* · tanh */
+                x = layer->softcap * (1.0f - 2.0f / (exponential(x * (2.0f / layer->softcap)) + 1.0f));
+            if (edge) {
+                Integers place = count + (int32_t)(begin + i);
+                Integers hidden = place >= (int32_t)end;
+                if (layer->window) hidden |= place < (int32_t)(end - layer->window);
+                x = choose(hidden, (Vector){} - __builtin_inff(), x);
+            }
+            top = choose(x > top, x, top);
+            *(Vector *)(score[lane] + i) = x;
+        }
+        const float before = lanes->most[at + lane], found = greatest(top), now = found > before ? found : before;
+        const float less = now == -__builtin_inff() ? 0.0f : now; /* then nothing of this tile is seen */
+        Vector added = {};
+        for (int64_t i = 0; i < tokens; i += WIDTH) {
+            Vector x = *(Vector *)(score[lane] + i);
+            x = exponential(x - less);
+            if (edge) {
+                Integers place = count + (int32_t)(begin + i);
+                Integers hidden = place >= (int32_t)end;
+                if (layer->window) hidden |= place < (int32_t)(end - layer->window);
+                x = choose(hidden, (Vector){}, x);
+            }
+            added += x;
+#ifdef PAIRS
+            store((Element *)score[lane] + i, x);
+#else
+            *(Vector *)(score[lane] + i) = x;
+#endif
+        }
+        if (now > before) {
+            const float shrink = before == -__builtin_inff() ? 0.0f : exponential((Vector){} + (before - now))[0];
+            lanes->whole[at + lane] *= shrink;
+            for (int64_t d = 0; d < value_dim; d += WIDTH) *(Vector *)(lanes->sum[at + lane] + d) *= shrink;
+            lanes->most[at + lane] = now;
+        }
+        lanes->whole[at + lane] += total(added);
+    }
+    for (int64_t d = 0; d < value_dim; d += 2 * WIDTH) {
+        Vector low[BLOCK], high[BLOCK];
+        for (int lane = 0; lane < LANES; lane++) {
+            low[lane] = *(Vector *)(lanes->sum[at + lane] + d);
+            high[lane] = *(Vector *)(lanes->sum[at + lane] + d + WIDTH);
+        }
+        const float *values = tile->values + d;
+        for (int64_t i = 0; i < tokens / IN_A_FACTOR; i++) {
+            Vector a = *(const Vector *)(values + i * value_dim), b = *(const Vector *)(values + i * value_dim + WIDTH);
+            for (int lane = 0; lane < LANES; lane++) {
+                low[lane] = multiply_add(low[lane], a, score[lane] + i);
+                high[lane] = multiply_add(high[lane], b, score[lane] + i);
+            }
+        }
+        for (int lane = 0; lane < LANES; lane++) {
+            *(Vector *)(lanes->sum[at + lane] + d) = low[lane];
+            *(Vector *)(lanes->sum[at + lane] + d + WIDTH) = high[lane];
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void attend_piece(const Layer *layer, const Step *step, const Piece *piece,
+                                                               const int64_t key_dim, const int64_t value_dim) {
+    const int64_t group = layer->heads / layer->kv_heads, size = step->block_size;
+    const int64_t first_end = step->context[piece->sequence] - step->fresh[piece->sequence] + 1;
+    const int64_t *table = step->table + piece->sequence * step->blocks;
+    const int64_t key_row = layer->kv_heads * key_dim, value_row = layer->kv_heads * value_dim;
+    const Element *keys = layer->keys + piece->kv_head * key_dim, *values = layer->values + piece->kv_head * value_dim;
+    Lanes lanes;
+    const int count = piece->count, held = count < 3 ? count : count < 5 ? 4 : (count + BLOCK - 1) / BLOCK * BLOCK;
+    for (int lane = 0; lane < held; lane++) {
+        const int64_t at = piece->first + (lane < count ? lane : count - 1); /* lanes over repeat the last, for nothing */
+        const int64_t token = at / group, head = piece->kv_head * group + at % group;
+        const Element *query = layer->query + (piece->token + token) * layer->query_stride + head * key_dim;
+        for (int64_t d = 0; d < key_dim; d += WIDTH * IN_A_FACTOR)
+            *(Vector *)(lanes.query[lane] + d / IN_A_FACTOR) = factors_of(query + d);
+        memset(lanes.sum[lane], 0, value_dim * sizeof(float));
+        lanes.most[lane] = layer->sinks ? layer->sinks[head] : -__builtin_inff();
+        lanes.whole[lane] = layer->sinks ? 1.0f : 0.0f;
+        lanes.ends[lane] = first_end + token;
+    }
+    const int64_t end = lanes.ends[held - 1];
+    int64_t begin = layer->window ? lanes.ends[0] - layer->window : 0;
+    Tile tile;
+    int64_t slots[TILE];
+    for (begin = begin < 0 ? 0 : begin; begin < end; begin += TILE) {
+        const int64_t tokens = end - begin < TILE ? end - begin : TILE, groups = (tokens + WIDTH - 1) / WIDTH;
+        int64_t block = begin / size, offset = begin % size;
+        for (int64_t i = 0; i < tokens; i++) {
+            slots[i] = table[block] * size + offset;
+            if (++offset == size) offset = 0, block++;
+        }
+        for (int64_t i = tokens; i < groups * WIDTH; i++) slots[i] = slots[tokens - 1];
+        lay_out(&tile, keys, values, key_row, value_row, slots, groups, key_dim, value_dim);
+        if (held >= BLOCK) {
+            for (int at = 0; at < held; at += BLOCK) {
+                if (lanes.ends[at + BLOCK - 1] <= begin) continue;
+                if (layer->window && lanes.ends[at] - layer->window >= begin + tokens) continue;
+                look(layer, &tile, &lanes, at, begin, groups, BLOCK, key_dim, value_dim);
+            }
+        } else if (held == 4) {
+            look(layer, &tile, &lanes, 0, begin, groups, 4, key_dim, value_dim);
+        } else if (held == 2) {
+            look(layer, &tile, &lanes, 0, begin, groups, 2, key_dim, value_dim);
+        } else {
+            look(layer, &tile, &lanes, 0, begin, groups, 1, key_dim, value_dim);
+        }
+    }
+    for (int lane = 0; lane < count; lane++) {
+        const int64_t at = piece->first + lane, head = piece->kv_head * group + at % group;
+        Element *out = layer->out + ((piece->token + at / group) * layer->heads + head) * value_dim;
+        for (int64_t d = 0; d < value_dim; d += WIDTH) store(out + d, *(Vector *)(lanes.sum[lane] + d) / lanes.whole[lane]);
+    }
+}
+
+static void attend_any(const Layer *layer, const Step *step, const Piece *piece) {
+    if (layer->key_dim == 64 && layer->value_dim == 64)
+        attend_piece(layer, step, piece, 64, 64);
+    else if (layer->key_dim == 128 && layer->value_dim == 128)
+        attend_piece(layer, step, piece, 128, 128);
+    else
+        attend_piece(layer, step, piece, layer->key_dim, layer->value_dim);
+}
+
+/* Causal attention of every new token of a step over the blocks of its sequence, which hold it already.
+ * out [tokens, heads, value_dim]; keys [slots, kv_heads, key_dim], values likewise. */
+int attend(const Layer *layer, const Step *step, int threads) {
+    const int64_t group = layer->heads / layer->kv_heads;
+    int64_t count = 0;
+    for (int64_t s = 0; s < step->sequences; s++)
+        count += (step->fresh[s] * group + MOST_LANES - 1) / MOST_LANES * layer->kv_heads;
+    Piece *pieces = malloc((size_t)(count ? count : 1) * sizeof(Piece));
+    if (!pieces) return 1;
+    int64_t at = 0, token = 0;
+    for (int64_t s = 0; s < step->sequences; s++) {
+        const int64_t lanes = step->fresh[s] * group;
+        for (int64_t head = 0; head < layer->kv_heads; head++)
+            for (int64_t first = 0; first < lanes; first += MOST_LANES)
+                pieces[at++] = (Piece){s, token, head, first, (int)(lanes - first < MOST_LANES ? lanes - first : MOST_LANES)};
+        token += step->fresh[s];
+    }
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (int64_t i = 0; i < count; i++) attend_any(layer, step, pieces + i);
+    free(pieces);
+    return 0;
+}
