@@ -56,11 +56,7 @@ class AttentionBackend(Protocol):
     """Causal attention of packed batches over one KV pool. Neither call makes the host wait for the device."""
 
     def plan(self, batch: PackedBatch) -> Any:
-        """Prepare what does not depend on the layer. What it returns is handed to every :meth:`run` of this forward.
-
-        It may put the decode rows into another order (:meth:`~runtime.torch_backend.inputs.DecodeRows.arrange`); so it is called
-        before anybody lists their tokens.
-        """
+        """Prepare what does not depend on the layer. What it returns is handed to every :meth:`run` of this forward."""
         ...
 
     def run(self, state: Any, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:

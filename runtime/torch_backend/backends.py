@@ -13,8 +13,6 @@ from runtime.errors import InputError, MissingTritonError
 from runtime.torch_backend.attention import AttentionBackend
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.cpu.attention import PagedAttention
-from runtime.torch_backend.cpu.backend import CPUAttention
-from runtime.torch_backend.cpu.compiled import kernels
 from runtime.torch_backend.cpu.linear import pack_linears
 from runtime.torch_backend.cpu.operations import CPUOperations
 from runtime.torch_backend.kv_pool import KVPool
@@ -27,8 +25,6 @@ from runtime.torch_backend.sampling import Sampler
 from runtime.tunable import KV_CACHE_DTYPES
 
 log = logging.getLogger(__name__)
-
-_MIN_CACHE_BYTES = 64 << 20
 
 
 class Backend(NamedTuple):
@@ -53,26 +49,13 @@ class Backend(NamedTuple):
     tidy: Callable[[], object] | None = None
 
 
-def _contiguous(pool: KVPool, loaded: Loaded) -> CPUAttention:
-    """Takes up to as much memory as the pool, for the keys and values of what decodes."""
-    token_bytes = loaded.kv_bytes_per_token
-    most = max(pool.block_count * pool.block_size * token_bytes, _MIN_CACHE_BYTES)
-    return CPUAttention(pool, loaded.device, token_bytes, most)
-
-
 PLAIN = Backend(Operations(), lambda pool, loaded: PaddedAttention(pool, loaded.device), lambda model: None)
 """PyTorch's own operations, on any device."""
 
-def _paged(pool: KVPool, loaded: Loaded) -> AttentionBackend:
-    """By kernels of our own where they can be had."""
-    found = kernels(loaded.dtype)
-    return _contiguous(pool, loaded) if found is None else PagedAttention(pool, loaded.device, found)
 
-
-UNCOMPILED = Backend(Operations(), _contiguous, pack_linears, tidy=return_free_pages)
-"""A CPU without a C compiler."""
-
-CPU = UNCOMPILED._replace(operations=CPUOperations(), attention=_paged)
+CPU = Backend(
+    CPUOperations(), lambda pool, loaded: PagedAttention(pool, loaded.device), pack_linears, tidy=return_free_pages
+)
 
 
 def backend_for(device: torch.device) -> Backend:

@@ -275,8 +275,8 @@ class TorchExecutor:
                     if self._resident is not None and self._resident.fits(plan) and self._plain_model:
                         begun = self._begin_recorded(self._resident, plan, flight)
                     else:
-                        left, taken = self._rows.advance(plan)
-                        begun = self._begin(PackedBatch(self._rows, chunks, left, taken, followed=True), flight)
+                        self._rows.advance(plan)
+                        begun = self._begin(PackedBatch(self._rows, chunks), flight)
             except Exception as error:
                 cause = error
         blocks = [sequence.blocks for sequence in rows] + [chunk.sequence.blocks for chunk in chunks]
@@ -337,9 +337,9 @@ class TorchExecutor:
         """
         try:
             with torch.inference_mode():
-                left, taken = self._rows.advance(plan)
+                self._rows.advance(plan)
                 chunks = (*plan.drafts, *plan.chunks)
-                prepared = self._prepare(PackedBatch(self._rows, chunks, left, taken, followed=True))
+                prepared = self._prepare(PackedBatch(self._rows, chunks))
                 return self._forward(prepared), prepared.sampling
         except Exception:
             self._rows.forget()
@@ -504,7 +504,7 @@ class TorchExecutor:
         if self._steps is not None and self._plain_model and self._steps.fits(batch):
             whole, state = listed(batch, self.pool.block_size, self.pool.pad_block), None
         else:
-            state = self.attention.plan(batch)  # first, since it may order the rows
+            state = self.attention.plan(batch)
         rows, size = batch.rows, self.pool.block_size
         positions = rows.positions
         slots = rows.slots(positions)

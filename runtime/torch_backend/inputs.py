@@ -39,7 +39,6 @@ class DecodeRows:
         self._by_home: list[Sequence | None] = []
         self._seen: tuple[object, int] = (None, -1)
         self._step = 0
-        self.generation = 0  # grows when every row is dropped
 
     @classmethod
     def alone(cls, block_size: int, pad_block: int, sequences: Seq[Sequence], step: int) -> DecodeRows:
@@ -50,22 +49,19 @@ class DecodeRows:
         rows._grow_tables()
         return rows
 
-    def advance(self, plan: StepPlan) -> tuple[list[int], list[int]]:
-        """Move to ``plan``. Returns the homes left and the homes taken since the last plan (both empty: same rows)."""
-        left: list[int] = []
-        taken: list[int] = []
+    def advance(self, plan: StepPlan) -> None:
+        """Move to ``plan``."""
         if plan.decodes is not self._seen[0]:  # another scheduler, whose step index has nothing to do with the last
             self.forget()
         self._position += plan.step - self._step  # homes that are free move along and don't matter
         self._step = plan.step
         if self._seen != (plan.decodes, plan.version):
             rows = plan.decode_rows()
-            left, taken = self._sync(rows, plan.step)
+            self._sync(rows, plan.step)
             self._seen = (plan.decodes, plan.version)
         self._grow_tables()
-        return left, taken
 
-    def _sync(self, rows: tuple[Sequence, ...], step: int) -> tuple[list[int], list[int]]:
+    def _sync(self, rows: tuple[Sequence, ...], step: int) -> None:
         homes = self.homes
         now = dict.fromkeys(rows)
         gone = [s for s, home in homes.items() if s not in now or s.joined != self._joined[home]]
@@ -73,7 +69,6 @@ class DecodeRows:
         for home in left:
             self._by_home[home] = None
         self._free += left
-        taken = []
         for sequence in rows:
             if sequence not in homes:
                 home = self._free.pop() if self._free else self._more()
@@ -83,15 +78,8 @@ class DecodeRows:
                 self._position[home] = position_of(sequence, step)
                 self._known[home] = 0
                 self._table[home] = self.pad_block
-                taken.append(home)
         self.sequences = rows
         self.order = np.fromiter((homes[s] for s in rows), np.int64, len(rows))
-        return left, taken
-
-    def arrange(self, order: Ints) -> None:
-        """Put the rows into another order; ``order`` is a permutation of :attr:`order`."""
-        self.order = order
-        self.sequences = tuple(self._by_home[home] for home in order)
 
     def _more(self) -> int:
         first = len(self._by_home)
@@ -123,22 +111,6 @@ class DecodeRows:
         """Of the rows' new tokens, in row order."""
         return self._position[self.order]
 
-    def longest(self, homes: list[int]) -> int:
-        """The highest position among ``homes``."""
-        return int(self._position[homes].max())
-
-    def positions_at(self, homes: list[int]) -> Ints:
-        found: Ints = self._position[homes]
-        return found
-
-    def position_at(self, home: int) -> int:
-        return int(self._position[home])
-
-    def sequence_at(self, home: int) -> Sequence:
-        sequence = self._by_home[home]
-        assert sequence is not None
-        return sequence
-
     def slots(self, positions: Ints) -> Ints:
         """The pool slot of each row's new token."""
         block, offset = np.divmod(positions, self.block_size)
@@ -152,7 +124,6 @@ class DecodeRows:
 
     def forget(self) -> None:
         """Drop every row; the next plan enters them anew."""
-        self.generation += 1
         self._seen = (None, -1)
         self._free += self.homes.values()
         self.homes.clear()
@@ -197,17 +168,10 @@ def chunk_slots(chunk: Chunk, block_size: int) -> Ints:
 
 
 class PackedBatch(NamedTuple):
-    """What one forward holds, on the host: decode rows, one token each, then prompt chunks end to end.
-
-    ``followed``: ``rows`` are those of the forward before, brought forward, and the homes ``left`` and ``taken`` have changed;
-    else they stand for this forward alone.
-    """
+    """What one forward holds, on the host: decode rows, one token each, then prompt chunks end to end."""
 
     rows: DecodeRows
     chunks: Seq[Chunk] = ()
-    left: Seq[int] = ()
-    taken: Seq[int] = ()
-    followed: bool = False
 
     def spans(self) -> list[tuple[int, int]]:
         """(begin, end) of each chunk among the tokens of the forward."""

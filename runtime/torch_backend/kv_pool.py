@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from runtime.torch_backend.contract import KVLayer, Loaded
-from runtime.torch_backend.memory import is_out_of_memory
+from runtime.torch_backend.memory import is_out_of_memory, prefer_huge_pages
 from runtime.torch_backend.transfer import to_device
 
 MAX_CPU_POOL_BYTES = 4 << 30
@@ -179,7 +179,9 @@ def _zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(*shape)
+    found = torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(*shape)
+    prefer_huge_pages(found, now=False)
+    return found
 
 
 def default_kv_blocks(loaded: Loaded, block_size: int = 16) -> int:

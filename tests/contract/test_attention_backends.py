@@ -15,29 +15,27 @@ from runtime.records import LimitedBy
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.attention import AttentionBackend, Terms
 from runtime.torch_backend.contract import KVLayer
-from runtime.torch_backend.cpu import decode_cache
-from runtime.torch_backend.cpu.backend import CPUAttention
+from runtime.torch_backend.cpu.attention import PagedAttention
 from runtime.torch_backend.inputs import DecodeRows, PackedBatch, chunk_slots
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.padded import PaddedAttention
 from tests.tiers import SLOW
 from tests.unit.plain_attention import by_definition
 
-HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 32, 4
 CPU = torch.device("cpu")
 BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {
     "padded": lambda pool: PaddedAttention(pool, CPU),
-    "cpu": lambda pool: CPUAttention(pool, CPU, 2 * 2 * KV_HEADS * DIM * 4, 1 << 20),
-    "cpu without room": lambda pool: CPUAttention(pool, CPU, 2 * 2 * KV_HEADS * DIM * 4, 0),
+    "cpu": lambda pool: PagedAttention(pool, CPU),
 }
 try:
     from runtime.torch_backend.cuda import language
-    from runtime.torch_backend.cuda.backend import PagedAttention
+    from runtime.torch_backend.cuda.backend import PagedAttention as TritonAttention
 except MissingTritonError:
     pass
 else:
     if language.INTERPRETED.value:  # tensors are on the CPU here
-        BACKENDS["cuda"] = lambda pool: PagedAttention(pool, CPU, splits=2)
+        BACKENDS["cuda"] = lambda pool: TritonAttention(pool, CPU, splits=2)
 TERMS = {
     "plain": Terms(0.3, None, None, None),
     "window": Terms(0.3, 7, None, None),
@@ -146,11 +144,8 @@ def test_batches_that_stand_alone(make: Callable[[KVPool], AttentionBackend], te
     [pytest.param(b, id=name, marks=SLOW if name == "cuda" else ()) for name, b in BACKENDS.items()],
 )
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
-def test_rows_that_are_followed_from_step_to_step(
-    make: Callable[[KVPool], AttentionBackend], terms: Terms, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_followed_from_step_to_step(make: Callable[[KVPool], AttentionBackend], terms: Terms) -> None:
     """Rows join and leave while the others grow, beside prompts in chunks."""
-    monkeypatch.setattr(decode_cache, "GROWTH", 16)
     driver, decodes = Driver(make, terms, 2), DecodeSet()
     names = iter("abcdefghijkl")
     prompts: dict[Sequence, int] = {}
@@ -180,7 +175,7 @@ def test_rows_that_are_followed_from_step_to_step(
         plan = StepPlan(
             step, len(decodes), 0, tuple(chunks), decodes, decodes.version, 1, float("inf"), 0, 8, LimitedBy.DEMAND, 0
         )
-        left_, taken = driver.rows.advance(plan)
+        driver.rows.advance(plan)
         if len(decodes) or chunks:
-            driver.run(PackedBatch(driver.rows, chunks, left_, taken, followed=True))
+            driver.run(PackedBatch(driver.rows, chunks))
     assert len(driver.kept) == 6

@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -69,7 +69,7 @@ class TinyModel:
     dtype: torch.dtype = torch.float32
     vocab_size: int = VOCAB
     max_model_len: int = 512
-    kv_bytes_per_token: int = 2 * 2 * 2 * 8 * 4
+    kv_bytes_per_token: int = 2 * 2 * 2 * 32 * 4
     kv_layers: tuple[KVLayer, ...] = ()
     kv_cache_dtype: str = "auto"
 

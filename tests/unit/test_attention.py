@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.attention import PackedModel, Terms, packed_attention
 from runtime.torch_backend.contract import KVLayer
-from runtime.torch_backend.cpu.prefill import attend_tiles
 from runtime.torch_backend.kv_pool import KVPool, default_kv_blocks
 from runtime.torch_backend.padded import ChunkInputs, PaddedDecode, attend_chunk, lone_step
 from tests.unit.executor_harness import prompts, tiny
@@ -45,34 +41,6 @@ def test_chunks_attend_by_definition(shape: tuple[int, int], terms: Terms) -> No
     expected = by_definition(query, keys, values, terms)
     chunk = ChunkInputs(0, tokens, context - tokens, None)
     torch.testing.assert_close(attend_chunk(chunk, query, keys, values, terms).double(), expected, rtol=1e-4, atol=1e-5)
-    if terms.plain:
-        tiled = attend_tiles(query, keys, values, terms.scale, terms.window)
-        torch.testing.assert_close(tiled.double(), expected, rtol=1e-4, atol=1e-5)
-        half = attend_tiles(query.bfloat16(), keys.bfloat16(), values.bfloat16(), terms.scale, terms.window)
-        torch.testing.assert_close(half.double(), expected, rtol=0.1, atol=0.06)
-
-
-class Products(TorchDispatchMode):
-    """The kinds of batched products that are computed: shapes and strides of what goes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: set[Any] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "bmm" in str(func):
-            self.kinds.add((str(func), *((a.shape, a.stride()) for a in args if isinstance(a, torch.Tensor))))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.slow
-def test_prompts_of_many_lengths_ask_for_few_products() -> None:
-    """oneDNN prepares each it has not met."""
-    with Products() as seen:
-        for tokens in range(130, 514, 5):
-            query, keys, values = (x.bfloat16() for x in _inputs(tokens, tokens))
-            attend_tiles(query, keys, values, SCALE, None)
-    assert 8 < len(seen.kinds) < 150  # 770 and more where every length has tiles and strides of its own
 
 
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())

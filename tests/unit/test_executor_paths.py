@@ -11,11 +11,7 @@ import torch
 from runtime.clock import VirtualClock
 from runtime.knobs import Knobs
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
-from runtime.torch_backend.cpu import decode_cache
-from runtime.torch_backend.cpu.backend import CPUAttention
-from runtime.torch_backend.cpu.decode_cache import DecodeCache
 from runtime.torch_backend.executor import TorchExecutor
-from tests.tiers import slow_but_for
 from tests.unit.executor_harness import prompts, reference, run, tiny
 
 KNOBS = Knobs(max_batch_size=6, token_budget=48, chunk_size=24)
@@ -43,45 +39,6 @@ def test_fast_and_generic_paths_agree(model_type: str, changes: dict[str, object
     assert not failures
     assert preemptions > 0
     assert outputs == run(generic, work, KNOBS)[0]
-
-
-@pytest.mark.parametrize("padding", slow_but_for((20_000,), (0, 20_000, 1 << 30)))  # a class for each length, some, one
-def test_classes_that_grow_with_their_rows(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
-    monkeypatch.setattr(decode_cache, "GROWTH", 16)
-    monkeypatch.setattr(decode_cache, "PADDING", padding)
-    counts = set()
-    attend = DecodeCache.attend
-
-    def counted(self: DecodeCache, *args: object) -> torch.Tensor:
-        counts.add(len(self._classes))
-        return attend(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DecodeCache, "attend", counted)
-    work = _work(4)
-    generic = TorchExecutor(tiny(), kv_blocks=200, block_size=8, backend=PLAIN)
-    fast = TorchExecutor(tiny(), kv_blocks=200, block_size=8)
-    assert run(fast, work, KNOBS)[0] == run(generic, work, KNOBS)[0]
-    assert max(counts) in {0: {4, 5, 6}, 20_000: {2, 3, 4, 5}, 1 << 30: {1}}[padding]
-
-
-def test_a_cache_without_room_leaves_the_step_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = tiny()
-    work = _work(5, 8)
-    fast = TorchExecutor(loaded, kv_blocks=100, block_size=8)
-    took: list[bool] = []
-    advance = DecodeCache.advance
-
-    def recorded(self: DecodeCache, *args: object) -> bool:
-        took.append(advance(self, *args))  # type: ignore[arg-type]
-        return took[-1]
-
-    monkeypatch.setattr(DecodeCache, "advance", recorded)
-    assert isinstance(fast.attention, CPUAttention)
-    fast.attention.cache._max_bytes = 200 * loaded.kv_bytes_per_token  # some of the rows, not all six
-    outputs, _, _ = run(fast, work, KNOBS)
-    assert True in took
-    assert False in took
-    assert outputs == [reference(loaded, p, n) for p, n in work]
 
 
 def test_bfloat16_paths_give_like_logits(monkeypatch: pytest.MonkeyPatch) -> None:

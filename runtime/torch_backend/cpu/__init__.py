@@ -1,1 +1,1 @@
-"""What only a CPU does: contiguous rows for decoding, query tiles for prompts, linear layers in oneDNN's layout."""
+"""What only a CPU does: kernels of our own in C, compiled where they run, and linear layers in oneDNN's layout."""

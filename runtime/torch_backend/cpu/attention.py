@@ -9,25 +9,26 @@ import torch
 from torch import Tensor
 
 from runtime.torch_backend.attention import Terms
-from runtime.torch_backend.cpu.compiled import Kernels, Layer, Step
+from runtime.torch_backend.cpu.compiled import Layer, Step, kernels
+from runtime.torch_backend.cpu.operations import threads_for
 from runtime.torch_backend.inputs import PackedBatch, listed
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.padded import PaddedAttention, PaddedStep
 
-_DIMS = 32  # dimensions of a head that a kernel takes are multiples of,
+_DIMS = 32  # dimensions of a head that the kernel takes are multiples of,
 _MOST_DIM = 256  # and at most this many
 
 
 class PagedStep:
-    """What :class:`PagedAttention` plans: who has how many new tokens, how much context, and in which blocks."""
+    """What :class:`PagedAttention` plans: each sequence's new tokens, its context and its blocks."""
 
     def __init__(self, owner: PagedAttention, batch: PackedBatch) -> None:
         self._owner, self._batch = owner, batch
         found = listed(batch, owner.pool.block_size, owner.pool.pad_block)
-        self._held = [np.ascontiguousarray(each) for each in found]  # as long as C reads them
+        self._held = [np.ascontiguousarray(each) for each in found]  # C reads them until the step is over
         fresh, context, table = (each.ctypes.data for each in self._held)
-        self.step = Step(fresh, context, table, *found.table.shape, owner.pool.block_size)
-        self.tokens = int(found.new.sum())
+        self.told = Step(fresh, context, table, *found.table.shape, owner.pool.block_size)
+        self.pairs = int(found.new @ found.context)  # of a new token and a token that it sees, about
         self._padded: PaddedStep | None = None
 
     def padded(self) -> PaddedStep:
@@ -37,16 +38,15 @@ class PagedStep:
 
 
 class PagedAttention:
-    """An :class:`~runtime.torch_backend.attention.AttentionBackend` by ``kernels``, which are for the dtype of the model.
+    """An :class:`~runtime.torch_backend.attention.AttentionBackend` by a kernel of our own (``kernels.c``).
 
-    It reads blocks where they lie: no copy of what decodes, no padding, no masks. Heads of other sizes than the kernel takes attend in
-    plain PyTorch.
+    It reads blocks where they lie: nothing is gathered, padded or masked beyond a tile of 64 tokens. Threads share sequences and
+    KV heads, not the context of one. What the kernel does not take (heads of other sizes, other dtypes) attends in plain PyTorch.
     """
 
-    def __init__(self, pool: KVPool, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, pool: KVPool, device: torch.device) -> None:
         self.pool = pool
         self.plain = PaddedAttention(pool, device)
-        self._kernels = kernels
 
     def plan(self, batch: PackedBatch) -> PagedStep:
         return PagedStep(self, batch)
@@ -54,7 +54,9 @@ class PagedAttention:
     def run(self, state: PagedStep, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
         tokens, heads, key_dim = query.shape
         _, kv_heads, value_dim = layer.values.shape
-        if key_dim % _DIMS or value_dim % _DIMS or max(key_dim, value_dim) > _MOST_DIM or query.dtype != layer.keys.dtype:
+        found = kernels(query.dtype)
+        sizes_fit = key_dim % _DIMS == value_dim % _DIMS == 0 and max(key_dim, value_dim) <= _MOST_DIM
+        if found is None or not sizes_fit or not query.dtype == layer.keys.dtype == layer.values.dtype:
             return self.plain.run(state.padded(), layer, query, key, value, terms)
         if query.stride(2) != 1 or query.stride(1) != key_dim:
             query = query.contiguous()
@@ -65,6 +67,7 @@ class PagedAttention:
             out.data_ptr(), query.stride(0), heads, kv_heads, key_dim, value_dim, terms.window or 0, terms.scale,
             terms.softcap or 0.0,
         )  # fmt: skip
-        if self._kernels.attend(ctypes.byref(told), ctypes.byref(state.step), torch.get_num_threads()):
+        threads = threads_for(state.pairs * heads * key_dim)
+        if found.attend(ctypes.byref(told), ctypes.byref(state.told), threads):
             raise MemoryError("attention: out of memory")
         return out

@@ -92,61 +92,59 @@ class Kernels:
 def kernels(dtype: torch.dtype) -> Kernels | None:
     """The kernels for ``dtype``; None for another than float32 and bfloat16, and where they cannot be compiled or are switched
     off. Takes seconds the first time on a machine."""
-    if dtype not in _TYPES or not enabled():
+    if dtype not in _TYPES or os.environ.get(SWITCH) == "0":
         return None
     try:
-        return Kernels(ctypes.CDLL(str(_built(dtype))))
+        return Kernels(library(*_TYPES[dtype]))
     except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        log.warning("no CPU kernels of our own, PyTorch's operations run instead, which are slower: %s", str(said).strip())
+        said = str(getattr(error, "stderr", None) or error).strip()
+        log.warning("there are no CPU kernels of our own, so PyTorch's operations run, which take longer: %s", said)
         return None
 
 
-def enabled() -> bool:
-    return os.environ.get(SWITCH, "") != "0"
+def library(*flags: str) -> ctypes.CDLL:
+    """``kernels.c`` as compiled with ``flags``, from the cache if it is there.
 
-
-def _built(dtype: torch.dtype) -> Path:
-    """Where the library for ``dtype`` lies, once it is compiled. Raises OSError, ValueError or SubprocessError."""
+    Raises ValueError if something that this takes is missing, OSError or SubprocessError if it fails.
+    """
     if sys.platform != "linux":
         raise ValueError(f"they are compiled on Linux only, not on {sys.platform}")
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise ValueError("there is no C compiler (gcc)")
-    flags = [*_FLAGS, *_TYPES[dtype]]
-    if platform.machine() in ("x86_64", "AMD64"):
-        flags.append("-mprefer-vector-width=512")  # or GCC halves what it takes some processors to be slow with
-    openmp = _openmp()
-    version = _run([compiler, "--version"]).splitlines()[0]
-    depends = [_SOURCE.read_text(), version, *flags, str(openmp), _processor()]
-    digest = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:16]
-    folder = _cache()
-    library = folder / f"cpu-kernels-{digest}.so"
-    if library.exists():
-        return library
+        raise ValueError("there is no C compiler: install gcc")
+    flags = (*_FLAGS, *flags)
+    if platform.machine() == "x86_64":
+        flags = ("-mprefer-vector-width=512", *flags)  # or GCC makes two halves of what is written for 512 bits
+    openmp, version = _openmp(), _run([compiler, "--version"]).splitlines()[0]
+    depends = "\0".join([_SOURCE.read_text(), version, *flags, str(openmp), _processor()])
+    name, folder = f"cpu-kernels-{hashlib.sha256(depends.encode()).hexdigest()[:16]}.so", _cache()
+    if folder is not None and (folder / name).exists():
+        try:
+            return ctypes.CDLL(str(folder / name))
+        except OSError as error:
+            log.info("%s is damaged and compiled anew: %s", folder / name, error)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        _run([compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled)])
-        _run([compiler, "-shared", str(compiled), str(openmp), "-o", str(linked)])
-        linked.replace(library)
-    log.info("CPU kernels for %s compiled by %s into %s", str(dtype).removeprefix("torch."), version, library)
-    return library
+        item, linked = Path(scratch) / "kernels.o", Path(scratch) / name
+        _run([compiler, *flags, "-c", str(_SOURCE), "-o", str(item)])
+        _run([compiler, "-shared", str(item), str(openmp), "-o", str(linked)])
+        if folder is not None:
+            linked = linked.replace(folder / name)
+        log.info("CPU kernels compiled by %s: %s", version, linked)
+        return ctypes.CDLL(str(linked))
 
 
 def _run(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S).stdout
 
 
-def _cache() -> Path:
-    """A folder of this user's that can be written to; a temporary one where there is no other."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-autotune"
+def _cache() -> Path | None:
+    """Where this user keeps what can be made again; None where that cannot be written to."""
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-autotune"
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="gpu-autotune-"))
+    except (OSError, RuntimeError):  # or there is no home
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _openmp() -> Path:

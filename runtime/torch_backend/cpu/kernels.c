@@ -11,6 +11,7 @@
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
 #include <immintrin.h>
 #define PAIRS /* products of two bfloat16 at once, summed in float */
+typedef uint16_t Shorts __attribute__((vector_size(64), aligned(2), may_alias));
 #endif
 
 #ifdef __AVX512F__
@@ -52,16 +53,13 @@ static inline Vector choose(Integers where, Vector yes, Vector no) {
     return (Vector)(((Integers)yes & where) | ((Integers)no & ~where));
 }
 
-/* e to the x: 2 to the nearest whole number of x / ln 2, times a polynomial of the rest (least maximal error, 1e-7). */
+/* e to the x, for x up to 88: 2 to the nearest whole number of x / ln 2, times a polynomial of the rest (least maximal error, 1e-7). */
 static inline Vector exponential(Vector x) {
     x = choose(x < -87.0f, (Vector){} - 87.0f, x);
-    x = choose(x > 88.0f, (Vector){} + 88.0f, x);
     const float magic = 12582912.0f; /* 1.5 · 2^23: what is added to it is rounded to a whole number */
-    Vector y = x * 1.44269504f;
-    Vector shifted = y + magic;
-    Vector rest = y - (shifted - magic);
-    /* x / ln 2 in one float is off by up to 6e-8 · |y|: what that leaves out is put back */
-    rest += x * 1.925963033e-8f;
+    Vector shifted = x * 1.44269504f + magic;
+    Vector rest = x * 1.44269504f - (shifted - magic);
+    rest += x * 1.925963033e-8f; /* what 1.44269504 leaves out */
     Vector p = rest * 1.5345593533e-4f + 1.3399929442e-3f;
     p = p * rest + 9.6184897692e-3f;
     p = p * rest + 5.5503287825e-2f;
@@ -69,19 +67,39 @@ static inline Vector exponential(Vector x) {
     p = p * rest + 6.9314720573e-1f;
     p = p * rest + 1.0f;
     Integers power = ((Integers)shifted << 23) + 0x3F800000;
-    return choose(x == x, p * (Vector)power, x);
+    return p * (Vector)power;
 }
 
+static inline Vector larger(Vector a, Vector b) { return choose(a > b, a, b); }
+
+/* Item i becomes that of i + distance, in a ring. */
+#if WIDTH == 16
+#define TURNED(x, n)                                                                                                      \
+    __builtin_shuffle(x, (Integers){(0 + n) % 16, (1 + n) % 16, (2 + n) % 16, (3 + n) % 16, (4 + n) % 16, (5 + n) % 16,   \
+                                    (6 + n) % 16, (7 + n) % 16, (8 + n) % 16, (9 + n) % 16, (10 + n) % 16, (11 + n) % 16, \
+                                    (12 + n) % 16, (13 + n) % 16, (14 + n) % 16, (15 + n) % 16})
+#else
+#define TURNED(x, n)                                                                                                    \
+    __builtin_shuffle(x, (Integers){(0 + n) % 8, (1 + n) % 8, (2 + n) % 8, (3 + n) % 8, (4 + n) % 8, (5 + n) % 8,       \
+                                    (6 + n) % 8, (7 + n) % 8})
+#endif
+
 static inline float total(Vector x) {
-    float sum = 0;
-    for (int i = 0; i < WIDTH; i++) sum += x[i];
-    return sum;
+#if WIDTH == 16
+    x += TURNED(x, 8);
+#endif
+    x += TURNED(x, 4);
+    x += TURNED(x, 2);
+    return x[0] + x[1];
 }
 
 static inline float greatest(Vector x) {
-    float found = x[0];
-    for (int i = 1; i < WIDTH; i++) found = x[i] > found ? x[i] : found;
-    return found;
+#if WIDTH == 16
+    x = larger(x, TURNED(x, 8));
+#endif
+    x = larger(x, TURNED(x, 4));
+    x = larger(x, TURNED(x, 2));
+    return x[0] > x[1] ? x[0] : x[1];
 }
 
 /* 1 / sqrt(mean(x²) + eps) of a row */
@@ -131,8 +149,8 @@ void silu_mul(Element *out, const Element *gate_up, int64_t rows, int64_t size, 
     for (int64_t row = 0; row < rows; row++) {
         const Element *gate = gate_up + row * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += WIDTH) {
-            Vector x = load(gate + i);
-            store(out + row * size + i, x / (1.0f + exponential(-x)) * load(up + i));
+            Vector x = load(gate + i), ceiling = (Vector){} + 88.0f; /* where the gate is 0 to all digits */
+            store(out + row * size + i, x / (1.0f + exponential(choose(-x > 88.0f, ceiling, -x))) * load(up + i));
         }
     }
 }
@@ -303,9 +321,14 @@ static inline __attribute__((always_inline)) void lay_out(Tile *tile, const Elem
         const Element *row = values + slots[token] * value_row;
 #ifdef PAIRS
         const Element *next = values + slots[token + 1] * value_row;
-        for (int64_t d = 0; d < value_dim; d += WIDTH)
-            *(Words *)(to + d) = __builtin_convertvector(*(const Halves *)(row + d), Words) |
-                                 (__builtin_convertvector(*(const Halves *)(next + d), Words) << 16);
+        for (int64_t d = 0; d < value_dim; d += 2 * WIDTH) {
+            Shorts a = *(const Shorts *)(row + d), b = *(const Shorts *)(next + d);
+            *(Shorts *)(to + d) = __builtin_shuffle(a, b, (Shorts){0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40,
+                                                                   9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47});
+            *(Shorts *)(to + d + WIDTH) =
+                __builtin_shuffle(a, b, (Shorts){16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56,
+                                                 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63});
+        }
 #else
         for (int64_t d = 0; d < value_dim; d += WIDTH) *(Vector *)(to + d) = load(row + d);
 #endif
@@ -337,55 +360,56 @@ static inline __attribute__((always_inline)) void look(const Layer *layer, const
             *(Vector *)(score[lane] + (group + 1) * WIDTH) = high[lane];
         }
     }
+    float before[WIDTH] __attribute__((aligned(64))) = {0}, now[WIDTH] __attribute__((aligned(64))) = {0};
+    float shrink[WIDTH] __attribute__((aligned(64)));
+    int edge[BLOCK];
     for (int lane = 0; lane < LANES; lane++) {
         const int64_t end = lanes->ends[at + lane];
-        const int edge = begin + tokens > end || (layer->window && begin < end - layer->window);
+        edge[lane] = begin + tokens > end || (layer->window && begin < end - layer->window);
         Vector top = (Vector){} - __builtin_inff();
         for (int64_t i = 0; i < tokens; i += WIDTH) {
             Vector x = *(Vector *)(score[lane] + i) * layer->scale;
-            if (layer->softcap > 0) /* · tanh */
-                x = layer->softcap * (1.0f - 2.0f / (exponential(x * (2.0f / layer->softcap)) + 1.0f));
-            if (edge) {
-                Integers place = count + (int32_t)(begin + i);
-                Integers hidden = place >= (int32_t)end;
+            if (layer->softcap > 0) { /* · tanh, which is 1 from 44 on */
+                x *= 2.0f / layer->softcap;
+                x = layer->softcap * (1.0f - 2.0f / (exponential(choose(x > 88.0f, (Vector){} + 88.0f, x)) + 1.0f));
+            }
+            if (edge[lane]) {
+                Integers place = count + (int32_t)(begin + i), hidden = place >= (int32_t)end;
                 if (layer->window) hidden |= place < (int32_t)(end - layer->window);
                 x = choose(hidden, (Vector){} - __builtin_inff(), x);
             }
-            top = choose(x > top, x, top);
+            top = larger(x, top);
             *(Vector *)(score[lane] + i) = x;
         }
-        const float before = lanes->most[at + lane], found = greatest(top), now = found > before ? found : before;
-        const float less = now == -__builtin_inff() ? 0.0f : now; /* then nothing of this tile is seen */
+        const float found = greatest(top);
+        before[lane] = lanes->most[at + lane];
+        now[lane] = found > before[lane] ? found : before[lane];
+    }
+    const Vector none = (Vector){} - __builtin_inff(), was = *(Vector *)before, is = *(Vector *)now;
+    const Vector less = choose(is == none, (Vector){}, is); /* where nothing has been seen yet, all is hidden */
+    *(Vector *)shrink = choose(was == none, (Vector){}, exponential(was - less));
+    for (int lane = 0; lane < LANES; lane++) {
+        const float top = less[lane];
         Vector added = {};
         for (int64_t i = 0; i < tokens; i += WIDTH) {
             Vector x = *(Vector *)(score[lane] + i);
-            x = exponential(x - less);
-            if (edge) {
-                Integers place = count + (int32_t)(begin + i);
-                Integers hidden = place >= (int32_t)end;
-                if (layer->window) hidden |= place < (int32_t)(end - layer->window);
-                x = choose(hidden, (Vector){}, x);
-            }
-            added += x;
+            Vector weight = exponential(x - top);
+            if (edge[lane]) weight = choose(x == none, (Vector){}, weight);
+            added += weight;
 #ifdef PAIRS
-            store((Element *)score[lane] + i, x);
+            *(__m256bh *)((Element *)score[lane] + i) = _mm512_cvtneps_pbh((__m512)weight);
 #else
-            *(Vector *)(score[lane] + i) = x;
+            *(Vector *)(score[lane] + i) = weight;
 #endif
         }
-        if (now > before) {
-            const float shrink = before == -__builtin_inff() ? 0.0f : exponential((Vector){} + (before - now))[0];
-            lanes->whole[at + lane] *= shrink;
-            for (int64_t d = 0; d < value_dim; d += WIDTH) *(Vector *)(lanes->sum[at + lane] + d) *= shrink;
-            lanes->most[at + lane] = now;
-        }
-        lanes->whole[at + lane] += total(added);
+        lanes->whole[at + lane] = lanes->whole[at + lane] * shrink[lane] + total(added);
+        lanes->most[at + lane] = now[lane];
     }
     for (int64_t d = 0; d < value_dim; d += 2 * WIDTH) {
         Vector low[BLOCK], high[BLOCK];
         for (int lane = 0; lane < LANES; lane++) {
-            low[lane] = *(Vector *)(lanes->sum[at + lane] + d);
-            high[lane] = *(Vector *)(lanes->sum[at + lane] + d + WIDTH);
+            low[lane] = *(Vector *)(lanes->sum[at + lane] + d) * shrink[lane];
+            high[lane] = *(Vector *)(lanes->sum[at + lane] + d + WIDTH) * shrink[lane];
         }
         const float *values = tile->values + d;
         for (int64_t i = 0; i < tokens / IN_A_FACTOR; i++) {

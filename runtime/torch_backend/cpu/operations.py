@@ -1,7 +1,7 @@
 """The arithmetic of a decoder layer on a CPU by kernels of our own, each one pass over memory.
 
-Written out in PyTorch, a norm in bfloat16 is seven operations and a rotation five, which read and write their rows each time. What
-the kernels do not take (another dtype, odd sizes, a missing compiler) PyTorch computes.
+Written out in PyTorch, a norm in bfloat16 is seven operations and a rotation five, which read and write their rows each time.
+What the kernels do not take (another dtype, odd sizes, a missing compiler) PyTorch computes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from runtime.torch_backend.kv_pool import LayerKV
 from runtime.torch_backend.operations import HeadNorm, Operations
 
 GRAIN = 16  # elements that rows are multiples of
-_SMALL = 1 << 15  # elements for which more than one thread is not worth waking
+_SMALL = 1 << 15  # elements for which waking other threads is not worth it
 
 
 def threads_for(elements: int) -> int:
-    """CPU threads for so much work."""
+    """CPU threads for work on so many elements."""
     return 1 if elements < _SMALL else torch.get_num_threads()
 
 
@@ -30,9 +30,7 @@ class CPUOperations(Operations):
         out = torch.empty_like(x)
         rows, size = x.shape
         wide = scale.dtype == torch.float32
-        found.norm(
-            out.data_ptr(), x.data_ptr(), scale.data_ptr(), wide, eps, rows, size, threads_for(rows * size)
-        )  # fmt: skip
+        found.norm(out.data_ptr(), x.data_ptr(), scale.data_ptr(), wide, eps, rows, size, threads_for(rows * size))
         return out
 
     def add_norm(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -59,7 +57,7 @@ class CPUOperations(Operations):
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = kernels(qkv.dtype)
         tokens, dim = qkv.shape[0], cos.shape[-1]
-        if found is None or not _rows(qkv) or not _rotates(qkv, cos, sin, norm, layer):
+        if found is None or not _rows(qkv) or not slots.is_contiguous() or not _rotates(qkv, cos, sin, norm, layer):
             return super().rope_write(qkv, cos, sin, kv_heads, norm, layer, slots)
         heads = qkv.view(tokens, -1, dim)
         count = heads.shape[1] - 2 * kv_heads
@@ -71,8 +69,7 @@ class CPUOperations(Operations):
             qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), query_scale, key_scale, wide, eps, layer.keys.data_ptr(),
             layer.values.data_ptr(), slots.data_ptr(), tokens, count, kv_heads, dim, threads_for(qkv.numel()),
         )  # fmt: skip
-        query, key, value = heads.split([count, kv_heads, kv_heads], 1)
-        return query, key, value
+        return heads[:, :count], heads[:, count : count + kv_heads], heads[:, count + kv_heads :]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         found = kernels(gate_up.dtype)
