@@ -149,8 +149,8 @@ void silu_mul(Element *out, const Element *gate_up, int64_t rows, int64_t size, 
     for (int64_t row = 0; row < rows; row++) {
         const Element *gate = gate_up + row * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += WIDTH) {
-            Vector x = load(gate + i), ceiling = (Vector){} + 88.0f; /* where the gate is 0 to all digits */
-            store(out + row * size + i, x / (1.0f + exponential(choose(-x > 88.0f, ceiling, -x))) * load(up + i));
+            Vector x = load(gate + i), y = x / (1.0f + exponential(-x));
+            store(out + row * size + i, choose(x < -88.0f, x * 0.0f, y) * load(up + i)); /* 0 to all digits there */
         }
     }
 }
