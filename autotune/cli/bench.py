@@ -344,13 +344,15 @@ def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) 
 def _shape(
     run: _Run, load: BenchLoad, comparison: PairedComparison, baseline: Contender, stopped: bool
 ) -> dict[str, Any]:
+    from autotune.workload import length_scale_as_data
+
     others = [c for c in comparison.contenders if c != baseline]
     differences = [comparison.difference(c, baseline) for c in others]
     return {
         "status": "stopped" if stopped else "complete",
         "model": run.facts.model_dump(mode="json"),
         "workload": load.spec,
-        "length_scale": load.workload.length_scale,
+        **length_scale_as_data(load.workload),
         "rate": load.workload.rate,
         "slo": str(load.slo),
         "classes": [str(one) for one in load.classes],
