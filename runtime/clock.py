@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import cache
+from pathlib import Path
 from typing import Protocol
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
@@ -19,6 +23,16 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.monotonic()
+
+
+@cache
+def boot() -> str:
+    """Eight hexadecimal digits that differ from boot to boot of a machine: :class:`MonotonicClock` begins anew with each. Empty
+    where the system does not tell boots apart, as all but Linux."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()[:8]
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 class VirtualClock:

@@ -26,6 +26,7 @@ from autotune.cli.options import (
     check_rate,
     checked,
     engine_of,
+    profiled,
     profiled_kv_cache_dtype,
     request_classes,
     seconds,
@@ -139,11 +140,13 @@ def bench(
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
-    stored = kv_cache_dtype or ("auto" if given is None else given.model.kv_cache_dtype)
     aim = given.slo if target is None and given is not None else target  # None: a calibration's, which has a TTFT
     if reject_late and aim is not None and aim.ttft_ms is aim.e2e_ms is None:
         raise InputError("--reject-late needs to know what is late: add a TTFT, as in --slo ttft=500ms,tpot=50ms")
-    by, arguments = engine_of(given, engine, engine_args)
+    by, arguments = engine_of(given, engine, engine_args, without={"kv_cache_dtype"} if kv_cache_dtype else ())
+    stored = kv_cache_dtype or "auto"
+    if kv_cache_dtype is None and given is not None:
+        stored = profiled("kv_cache_dtype", given, arguments, "with --kv-cache-dtype auto that of --engine-arg holds")
     if workload is None:
         spec = "azure-conv" if given is None else given.workload.spec
         check_classes(own_classes, checked("", parse_workload, spec))
@@ -341,13 +344,15 @@ def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) 
 def _shape(
     run: _Run, load: BenchLoad, comparison: PairedComparison, baseline: Contender, stopped: bool
 ) -> dict[str, Any]:
+    from autotune.workload import length_scale_as_data
+
     others = [c for c in comparison.contenders if c != baseline]
     differences = [comparison.difference(c, baseline) for c in others]
     return {
         "status": "stopped" if stopped else "complete",
         "model": run.facts.model_dump(mode="json"),
         "workload": load.spec,
-        "length_scale": load.workload.length_scale,
+        **length_scale_as_data(load.workload),
         "rate": load.workload.rate,
         "slo": str(load.slo),
         "classes": [str(one) for one in load.classes],

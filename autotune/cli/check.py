@@ -16,6 +16,7 @@ from autotune.cli.options import (
     EngineArguments,
     ProfileArgument,
     engine_of,
+    profiled,
     profiled_kv_cache_dtype,
     seconds,
 )
@@ -192,16 +193,19 @@ def _measured(
 
         logging.disable_progress_bar()  # of loading weights: control characters in a log
     facts, then = profile.engine, profile.model
+    instead = "check it as it was measured, or profile again"
+    dtype = profiled("dtype", profile, arguments, instead)
+    kv_cache_dtype = profiled("kv_cache_dtype", profile, arguments, instead)
     assert profile.cost_model is not None
     with profiled_kv_cache_dtype(None, "check it as it was measured, or profile again with --kv-cache-dtype auto"):
         source = load(
             by,
             model or then.name,
-            dtype=then.dtype,
+            dtype=dtype,
             device="cuda" if gpu else "cpu",
             seed=then.seed or 0,
             max_model_len=then.max_model_len,
-            kv_cache_dtype=then.kv_cache_dtype,
+            kv_cache_dtype=kv_cache_dtype,
             arguments=arguments,
         )
     if other := measured_on_another(facts, source.name, source.version):

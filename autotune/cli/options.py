@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from typer import Argument, Option
 
@@ -123,14 +123,34 @@ def seconds(text: str, *, option: str = "--budget", least: float = SHORTEST_BUDG
     return total
 
 
-def engine_of(profile: Profile | None, engine: str | None, given: Sequence[str] | None) -> tuple[str, dict[str, str]]:
-    """The name of the engine, and its arguments: those of ``profile``, unless others are given. Without a profile: our own."""
+def engine_of(
+    profile: Profile | None, engine: str | None, given: Sequence[str] | None, *, without: Collection[str] = ()
+) -> tuple[str, dict[str, str]]:
+    """The name of the engine, and its arguments: those of ``profile`` but ``without`` those that an option stands for, unless
+    others are given. Without a profile: our own."""
     theirs = DEFAULT if profile is None else named(profile.engine.name)
     name = engine or theirs
     arguments = check_engine(name, given or ())
     if profile is not None and name == theirs:
-        arguments = {**profile.engine.options, **arguments}
+        kept = {name: value for name, value in profile.engine.options.items() if name not in without}
+        arguments = {**kept, **arguments}
     return name, arguments
+
+
+def profiled(
+    name: Literal["dtype", "kv_cache_dtype"], profile: Profile, arguments: Mapping[str, str], instead: str
+) -> str:
+    """The ``name`` that ``profile`` was measured with; ``auto`` where its own engine arguments, among ``arguments``, say it.
+
+    Raises :class:`InputError` where another is among ``arguments``, with what to do ``instead``.
+    """
+    value = profile.model.dtype if name == "dtype" else profile.model.kv_cache_dtype
+    said = arguments.get(name, value)
+    if value == "auto" or said == value:
+        return value
+    if said == profile.engine.options.get(name):
+        return "auto"
+    raise InputError(f"the profile's {name} is {value} and --engine-arg {name} is {said}; {instead}")
 
 
 def request_classes(texts: Sequence[str]) -> list[RequestClass]:

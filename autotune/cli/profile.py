@@ -96,7 +96,10 @@ def profile(
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load, the search and random weights.")] = 0,
     rate: Annotated[
         float | None,
-        Option(help="Requests/s to compare settings at.  (default: about what the best of them can serve)"),
+        Option(
+            help="Requests/s to compare settings at.  (default: as --workload says by rate or time, else about what the best of "
+            "them can serve)"
+        ),
     ] = None,
     price: Annotated[
         str | None, Option(help="Of this machine, such as 2.50/h: tables then say money per million tokens.")
@@ -174,7 +177,7 @@ def profile(
     from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.space import WIDEST, make_space
     from autotune.profiling.storage import SharedStorage, without_passwords
-    from autotune.workload import named_options, parse_workload
+    from autotune.workload import named_rate, parse_workload
     from runtime.slo import SLO
 
     check_device(cpu, gpu)
@@ -188,12 +191,16 @@ def profile(
     if not 1 <= workers <= _MOST_WORKERS:
         raise InputError(f"--workers is {workers}; it must be between 1 and {_MOST_WORKERS}")
     check_rate("--rate", rate)
+    parsed = checked("--workload", parse_workload, workload)
+    if rate is None:
+        rate = named_rate(parsed)
+        check_rate("--workload: rate", rate)
     aim = _objective(objective, rate, {"--slo": slo, "--class": classes})
     arguments = check_engine(engine, engine_args or ())
     chosen = engine_named(engine)
     model = model_named(chosen, model)
     question = Question(
-        workload=checked("--workload", parse_workload, workload),
+        workload=parsed,
         slo=None if slo is None else checked("--slo", SLO.parse, slo),
         rate=rate,
         seed=seed,
@@ -206,7 +213,6 @@ def profile(
         objective=aim,
     )
     check_classes(question.classes, question.workload)
-    unused = sorted(named_options(workload) & {"rate", "time"}) if rate is None else []
     if "draft_tokens" in question.space.ranges and not question.workload.may_draft:
         raise InputError(
             "--range: draft_tokens is searched in simulation, and the workload does not say how often a draft is right; "
@@ -240,12 +246,7 @@ def profile(
         console.print(
             heading(model, found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
         )
-        notes = [
-            f"note: {option} of --workload is not used: settings are compared at about what the best of them can serve; "
-            f"--rate {question.workload.rate:.4g} compares them there"
-            for option in unused
-        ]
-        for line in (*source.introduction, *notes):
+        for line in source.introduction:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         requested = Requested(
             source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question

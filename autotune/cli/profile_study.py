@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from autotune.profiling.findings import Findings, Question
 from autotune.profiling.pool import started
 from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, unwritable
-from autotune.profiling.study import open_study, study_name
+from autotune.profiling.study import SweepStudy, open_study, study_name
 from autotune.version import __version__
 from autotune.workload import Workload
 from runtime.knobs import KnobLimits
@@ -28,6 +29,7 @@ from runtime.knobs import KnobLimits
 if TYPE_CHECKING:
     from rich.console import Console
 
+_KEPT = "kept"  # names of the copies of earlier studies, which go when there is a new profile
 _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 
 
@@ -84,16 +86,17 @@ def work(
     if storage is not None:
         place = SharedStorage.of(storage, str(name) if name else study_name(stem(facts.name), identity))
         display.note(str(place))
-    before = files.journal.with_name(f"{files.journal.name}.old")
     with open_study(place, identity, fresh=fresh) as study:
         bounds = question.trials, question.budget_s, question.sim_trials
         if study.exhausted(*bounds) and not study.shared:  # others may be reading it
+            before = _kept(files.journal)
             display.note(
                 f"{place} holds a finished study; measuring anew (a larger --budget, --trials or --sim-trials extends it). "
                 f"Until the new profile is written the old study is kept as {before}"
             )
-            _copy(files.journal, before)
+            kept = [*(study.get(_KEPT) or ()), before.name]
             study = study.restarted(identity)
+            study.put(_KEPT, kept)
         study.extend(question.budget_s, question.sim_trials)
         with running(started(study, requested.source, place, limits, question.seed)) as engine:
             subject = ProfiledEngine(
@@ -115,7 +118,7 @@ def work(
             code = write(found, subject)
             if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew
                 study.finish(*bounds)
-                before.unlink(missing_ok=True)
+                _let_go(study, files.journal)
             return code
 
 
@@ -132,12 +135,32 @@ def stem(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.rstrip("/")).name).strip("-.") or "model"
 
 
-def _copy(journal: Path, to: Path) -> None:
-    try:
-        shutil.copyfile(journal, to)
-    except OSError as error:
-        to.unlink(missing_ok=True)
-        raise unwritable(to, error) from None
+def _kept(journal: Path) -> Path:
+    """A copy of ``journal`` beside it, under a name that no file has: ``.old``, else ``.old.2`` and so on."""
+    for number in count(1):
+        to = journal.with_name(f"{journal.name}.old{'' if number == 1 else f'.{number}'}")
+        try:
+            file = to.open("xb")
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise unwritable(to, error) from None
+        try:
+            with file, journal.open("rb") as source:
+                shutil.copyfileobj(source, file)
+        except OSError as error:
+            to.unlink(missing_ok=True)
+            raise unwritable(to, error) from None
+        return to
+    raise AssertionError("numbers do not end")
+
+
+def _let_go(study: SweepStudy, journal: Path) -> None:
+    """Remove the copies that were kept until there is a new profile, and no file that is not one of them."""
+    if kept := study.get(_KEPT):
+        study.put(_KEPT, None)  # a file of that name may be somebody's from now on
+        for name in kept:
+            journal.with_name(name).unlink(missing_ok=True)
 
 
 def _millions(parameters: int) -> str:

@@ -184,6 +184,8 @@ def serve(
     from autotune.profile.serving import prefill_rate
 
     facts = start_with.engine if start_with else None
+    by_hand = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
+    theirs = facts.options if facts and facts.name == by.in_facts else {}
     requested = ToServe(
         model=name,
         slo=target,
@@ -213,7 +215,7 @@ def serve(
         grace_s=grace,
         profile=None if profile is None else find_profile(profile),
         prefill_rate=prefill_rate(known) if known and isinstance(serving, ByCommand) else None,
-        arguments=facts.options if facts and facts.name == by.in_facts else {},
+        arguments={option: value for option, value in theirs.items() if by_hand.get(option) is None},
         more=tuple(more or ()),
     )
     if isinstance(serving, ByCommand):

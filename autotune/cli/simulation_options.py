@@ -255,12 +255,14 @@ class SimulationOptions:
 
     def data(self) -> dict[str, Any]:
         """The head for scripts."""
+        from autotune.workload import length_scale_as_data
+
         scenario = self.scenario
         return {
             "profile": self.profile.name,
             "model": self.profile.model.name,
             "workload": self.spec,
-            "length_scale": scenario.workload.length_scale,
+            **length_scale_as_data(scenario.workload),
             "cap_prompt": scenario.workload.cap_prompt,
             "cap_output": scenario.workload.cap_output,
             "slo": str(scenario.slo),

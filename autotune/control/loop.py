@@ -34,6 +34,7 @@ from autotune.control.guardrails import Guardrails
 from autotune.control.profile_drift import ProfileDrift
 from autotune.control.status import Status
 from autotune.control.watchdog import Watchdog
+from runtime.clock import boot
 from runtime.errors import AutotuneError, EngineClosedError, InputError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -111,7 +112,12 @@ class Control(ReportsRates):
         self._actuator.log(
             "attach",
             f"{controller.name} controller, SLO {slo}",
-            {"slo": str(slo), **self._attainment.as_evidence(), **self._attainment.weights()},
+            {
+                "slo": str(slo),
+                **self._attainment.as_evidence(),
+                **self._attainment.weights(),
+                **({} if wall is None or not boot() else {"boot": boot()}),
+            },
         )
         self._actuator.begin(start)
 

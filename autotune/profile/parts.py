@@ -172,7 +172,9 @@ class LoadFacts(Part):
 
     spec: Text = Field(description="the workload; reads back as --workload")
     description: str
-    length_scale: AboveZero = Field(description="what the workload's lengths were multiplied by")
+    length_scale: AboveZero = Field(
+        description="what the workload's lengths were multiplied by; of a mix those of parts that bring no length of their own"
+    )
     cap_prompt: Positive | None = Field(description="longest prompt, tokens")
     cap_output: Positive | None = Field(description="longest output, tokens")
     mean_prompt: Amount = Field(description="tokens; of a callable the cost of an input")

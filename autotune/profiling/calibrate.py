@@ -29,7 +29,7 @@ from autotune.profiling.setup import (
     typical_step,
 )
 from autotune.simulate import SimulatedEngine
-from autotune.workload import Arrival, Workload, at_length_scale, brings_lengths, prompt_ids
+from autotune.workload import Arrival, Workload, at_length_scale, brings_lengths, named_rate, prompt_ids
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, RequestRecord
@@ -130,8 +130,9 @@ def draw_setup(
         chosen, why = default_slo(cost, mean_prompt)
     most = most_rate(scaled, seed, warmup_s + window_s)
     if rate is not None and rate > most and scaled.finite:
+        option = "--workload: rate" if rate == named_rate(workload) else "--rate"
         raise InputError(
-            f"--rate is {rate:g}, but {workload.name} lasts for at most {most:.4g} requests/s: a measurement takes "
+            f"{option} is {rate:g}, but {workload.name} lasts for at most {most:.4g} requests/s: a measurement takes "
             f"{warmup_s + window_s:.3g} s"
         )
     return Setup(

@@ -44,8 +44,8 @@ class Schedule:
 
     @classmethod
     def of(cls, budget_s: float | None) -> Schedule:
-        """Windows from the budget: a measurement is warm-up, window and about as much drain as warm-up; more where an SLO
-        gives no deadline and answers are long, which the first measurements tell."""
+        """Windows from the budget: a measurement is warm-up, window and about as much drain as warm-up. Where the SLO gives no
+        deadline and answers are long, a drain is longer, and there are fewer measurements."""
         run, calibrate, simulate = _UNBOUNDED_RUN, CALIBRATE_S, None
         if budget_s is not None:
             run = min(_LONGEST_RUN, max(_SHORTEST_RUN, budget_s * VALIDATION / _RUNS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotune.workload.parse import (
     at_length_scale,
     brings_lengths,
+    length_scale_as_data,
     length_scale_in_words,
     named_options,
     named_rate,
@@ -22,6 +23,7 @@ __all__ = [
     "Workload",
     "at_length_scale",
     "brings_lengths",
+    "length_scale_as_data",
     "length_scale_in_words",
     "named_options",
     "named_rate",

@@ -75,6 +75,19 @@ def at_length_scale(workload: Workload, scale: float) -> Workload:
     return workload.scaled(length=scale)
 
 
+def length_scales(workload: Workload) -> dict[str, float]:
+    """By class, what the lengths of a mix's parts were multiplied by, their own scales included; empty of what is no mix."""
+    parts = workload.source.parts if isinstance(workload.source, Mix) else ()
+    return {part.name: workload.length_scale * part.workload.length_scale for part in parts}
+
+
+def length_scale_as_data(workload: Workload) -> dict[str, float | dict[str, float] | None]:
+    """For JSON: ``length_scale``, None of a mix whose parts have several, and ``length_scales``, theirs."""
+    scales = length_scales(workload)
+    every = {*scales.values()} or {workload.length_scale}
+    return {"length_scale": every.pop() if len(every) == 1 else None, "length_scales": scales}
+
+
 def length_scale_in_words(workload: Workload) -> str:
     """What the lengths of ``workload`` were multiplied by: ``lengths × 1/8``, or ``lengths of code × 1/8`` of a mix where another
     part brings a scale of its own, which its spelling says; "" for nothing."""

@@ -1,4 +1,5 @@
-"""Every request that ended, one JSON line each: raw times, from which every latency can be derived again."""
+"""Every request that ended, one JSON line each: raw times, from which every latency can be derived again, and the boot of the
+machine that its clock began with."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from runtime.clock import boot
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.shared.json_lines import append, drop_cut_line, holds_something_else, whole_lines
@@ -41,7 +43,8 @@ class RecordLog:
 
     def flush(self) -> None:
         """Write what is queued. Raises ``OSError`` where that cannot be written, because the disk is full: then it is lost."""
-        lines = [json.dumps(self._queue.popleft()._asdict()) + "\n" for _ in range(len(self._queue))]
+        mark = {"boot": boot()} if boot() else {}
+        lines = [json.dumps(self._queue.popleft()._asdict() | mark) + "\n" for _ in range(len(self._queue))]
         if not lines:
             return
         try:
@@ -63,8 +66,14 @@ class RecordLog:
 
 def read_records(path: Path) -> list[RequestRecord]:
     """The records of a log, as they were. A line that was cut off is left out."""
+    return [record for record, _ in read_with_boots(path)]
+
+
+def read_with_boots(path: Path) -> list[tuple[RequestRecord, str]]:
+    """The same, each with the :func:`~runtime.clock.boot` that its times count from; empty where the log does not say."""
     found = []
     for _, line in whole_lines(path.read_text(encoding="utf-8")):
         fields = json.loads(line)
-        found.append(RequestRecord(**fields | {"reason": FinishReason(fields["reason"])}))
+        its = fields.pop("boot", "")
+        found.append((RequestRecord(**fields | {"reason": FinishReason(fields["reason"])}), its))
     return found

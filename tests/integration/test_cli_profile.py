@@ -27,7 +27,7 @@ QUICK = [
     "--dtype",
     "float32",
     "--workload",
-    "poisson:rate=20,prompt=24,output=6",
+    "poisson:prompt=24,output=6",
     "--slo",
     "ttft=400ms,tpot=100ms",
 ]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from autotune.bench import Contender
 from autotune.bench.loads import BenchLoad
 from autotune.cli import bench
 from autotune.cli.main import run
 from autotune.workload import at_length_scale, parse_workload
+from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.sample_profile import sample_model
 
@@ -66,16 +69,21 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "scaled"),
+    ("spec", "scaled", "one", "each"),
     [
-        ("fixed", ", lengths × 1/8"),
-        ("fixed:length=1", ""),
-        ("chat=fixed:length=1/4@0.5+code=fixed@0.5", ", lengths of code × 1/8"),
+        ("fixed", ", lengths × 1/8", 1 / 8, {}),
+        ("fixed:length=1", "", 1, {}),
+        ("chat=fixed:length=1/4@0.5+code=fixed@0.5", ", lengths of code × 1/8", None, {"chat": 1 / 4, "code": 1 / 8}),
     ],
 )
-def test_the_header_says_which_lengths_are_scaled(spec: str, scaled: str) -> None:
+def test_header_and_json_say_which_lengths_are_scaled(
+    spec: str, scaled: str, one: float | None, each: dict[str, float]
+) -> None:
     workload = at_length_scale(parse_workload(spec), 1 / 8)
     engine: Any = None
     made = bench._Run(engine, sample_model(), [], 1.0, 1, 0, engine, None)
-    head = made._head(BenchLoad(spec, workload, SLO(ttft_ms=500), "given", "given"))
-    assert f"workload {spec}{scaled} · " in head
+    load = BenchLoad(spec, workload, SLO(ttft_ms=500), "given", "given")
+    nobody: Any = SimpleNamespace(contenders=[])
+    assert f"workload {spec}{scaled} · " in made._head(load)
+    shape = bench._shape(made, load, nobody, Contender("defaults", Knobs()), False)
+    assert (shape["length_scale"], shape["length_scales"]) == (one, each)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from runtime.clock import Clock, MonotonicClock, VirtualClock
+from runtime.clock import Clock, MonotonicClock, VirtualClock, boot
 
 
 def test_a_virtual_clock_stands_still_until_told() -> None:
@@ -27,3 +29,15 @@ def test_the_machine_clock_never_falls() -> None:
     clock: Clock = MonotonicClock()
     times = [clock.now() for _ in range(1000)]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [(b"0a1B2c3d-1111-2222-3333-444444444444\n", "0a1B2c3d"), (None, ""), (b"\xff", "")]
+)
+def test_a_boot_has_a_name_where_the_system_gives_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: bytes | None, name: str
+) -> None:
+    if file is not None:
+        (tmp_path / "boot_id").write_bytes(file)
+    monkeypatch.setattr("runtime.clock._BOOT_ID", tmp_path / "boot_id")
+    assert boot.__wrapped__() == name

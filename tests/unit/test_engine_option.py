@@ -14,13 +14,14 @@ import psutil
 import pytest
 
 from autotune.cli.main import run
-from autotune.cli.options import engine_of
+from autotune.cli.options import engine_of, profiled
 from autotune.cli.profile_study import Requested
 from autotune.cli.target import model_facts
 from autotune.engines.named import check_engine, load, named
 from autotune.engines.own import OwnSource
 from autotune.engines.vllm import named as vllm_named
 from autotune.engines.vllm.named import NamedVllm
+from autotune.profile import save_profile
 from autotune.profile.fingerprint import machine, measured_on_another
 from autotune.profiling.pool import started
 from autotune.profiling.study import open_study
@@ -28,7 +29,7 @@ from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.tunable import ModelInfo
-from tests.sample_profile import sample_profile
+from tests.sample_profile import full_profile, sample_model, sample_profile
 from tests.unit.profiled_machine import question
 
 MODEL = ModelInfo(
@@ -368,6 +369,50 @@ def test_a_verb_that_has_a_profile_takes_its_engine_and_arguments(vllm: ModuleTy
     assert named("autotune-runtime") == "own"
     with pytest.raises(InputError, match=r"engine sglang cannot be started here; --engine takes own or vllm"):
         engine_of(sample_profile(engine={"name": "sglang"}), None, None)
+
+
+MEASURED, PROFILED_AGAIN = "profile's kv_cache_dtype is fp8", "check it as it was measured, or profile again"
+AUTO = "with --kv-cache-dtype auto that of --engine-arg holds"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("bench", "--cpu", "--profile"), f"the {MEASURED} and --engine-arg kv_cache_dtype is fp8_e5m2; {AUTO}"),
+     (("check",), f"the {MEASURED} and --engine-arg kv_cache_dtype is fp8_e5m2; {PROFILED_AGAIN}")],
+)  # fmt: skip
+def test_another_kv_cache_dtype_than_the_profile_s_names_what_was_given(
+    words: tuple[str, ...], said: str, vllm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = tmp_path / "eight.yaml", sample_model(name="./qwen", dtype="float32", kv_cache_dtype="fp8")
+    save_profile(full_profile(machine=machine(), model=model, engine={"name": "vllm", "version": "0.32.0"}), path)
+    assert run([*words, str(path), "--engine-arg", "kv_cache_dtype=fp8_e5m2"]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_what_a_profile_s_own_arguments_say_is_not_held_against_it() -> None:
+    """--engine-arg dtype=half is float16 in the profile's facts."""
+    profile = sample_profile(
+        model=sample_model(dtype="float16", kv_cache_dtype="fp8"), engine={"options": {"dtype": "half"}}
+    )
+    assert profiled("dtype", profile, {"dtype": "half"}, "drop it") == "auto"
+    assert (
+        profiled("dtype", profile, {}, "drop it") == profiled("dtype", profile, {"dtype": "float16"}, "") == "float16"
+    )
+    assert profiled("kv_cache_dtype", profile, {"dtype": "half"}, "drop it") == "fp8"
+    with pytest.raises(
+        InputError, match=r"^the profile's dtype is float16 and --engine-arg dtype is bfloat16; drop it$"
+    ):
+        profiled("dtype", profile, {"dtype": "bfloat16"}, "drop it")
+    plain = sample_profile()
+    assert profiled("kv_cache_dtype", plain, {"kv_cache_dtype": "fp8"}, "drop it") == "auto", "who gives it has it"
+
+
+def test_an_option_takes_the_place_of_a_profile_s_argument(vllm: ModuleType) -> None:
+    options = {"load_format": "dummy", "kv_cache_dtype": "fp8_e5m2"}
+    profile = sample_profile(engine={"name": "vllm", "version": "0.32.0", "options": options})
+    assert engine_of(profile, None, None, without={"kv_cache_dtype"}) == ("vllm", {"load_format": "dummy"})
+    given = engine_of(profile, None, ["kv_cache_dtype=fp8"], without={"kv_cache_dtype"})[1]
+    assert given == {"load_format": "dummy", "kv_cache_dtype": "fp8"}, "given by hand, it is an argument like any other"
 
 
 def test_how_an_engine_is_another() -> None:

@@ -191,6 +191,12 @@ def test_a_rate_that_brings_nothing_into_the_window_is_refused(tmp_path: Path) -
         session(tmp_path / "a.journal", question(rate=1000.0, workload=short))
 
 
+def test_it_is_the_workload_s_where_that_says_it(tmp_path: Path) -> None:
+    short = parse_workload("fixed:rate=50,prompt=8,output=2,limit=101")
+    with pytest.raises(InputError, match=r"--workload: rate is 50, but fixed:.* lasts for at most 28\.57 requests/s"):
+        session(tmp_path / "a.journal", question(rate=50.0, workload=short))
+
+
 def test_too_few_requests_are_said_before_anything_is_measured(tmp_path: Path) -> None:
     few = parse_workload("fixed:rate=1,prompt=8,output=2,limit=5")
     engine = machine()

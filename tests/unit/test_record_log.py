@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord
-from runtime.serving.record_log import RecordLog, read_records
+from runtime.serving.record_log import RecordLog, read_records, read_with_boots
 
 
 def record(name: str) -> RequestRecord:
@@ -63,6 +63,16 @@ def test_the_end_of_a_full_disk_is_no_error(tmp_path: Path, caplog: pytest.LogCa
         log._file = Full(path, 0)  # type: ignore[assignment]
         log.on_request(record("a"))
     assert "1 records of requests are lost" in caplog.text and read_records(path) == []
+
+
+def test_each_record_names_the_boot_that_its_times_count_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.jsonl"
+    for name in ("0000aaaa", "", "0000bbbb"):
+        monkeypatch.setattr("runtime.serving.record_log.boot", lambda name=name: name)
+        with RecordLog(path) as log:
+            log.on_request(record(name or "of a system that does not say"))
+    assert [its for _, its in read_with_boots(path)] == ["0000aaaa", "", "0000bbbb"]
+    assert read_records(path)[0] == record("0000aaaa")._replace(token_times=[0.2])  # type: ignore[arg-type]
 
 
 def test_what_follows_a_run_that_was_cut_off_is_read(tmp_path: Path) -> None:

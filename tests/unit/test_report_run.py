@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from autotune.report.run import compose, html, read_run
 from autotune.report.run.service import binned
 from autotune.report.run.turning import knobs
 from runtime.errors import InputError
-from runtime.records import FinishReason
+from runtime.records import FinishReason, RequestRecord
 from runtime.serving.record_log import RecordLog
 from runtime.slo import SLO, attainment
 from tests.unit.control_world import SimulatedEngine, h200, poisson
+from tests.unit.paced import paced
 
 TARGET = SLO(ttft_ms=300, tpot_ms=30)
 
@@ -124,6 +126,47 @@ def test_after_a_reboot_an_earlier_run_is_not_counted(files: tuple[Path, Path], 
     before = "".join(json.dumps(line) + "\n" for line in lines)
     both.write_text(before + records.read_text(encoding="utf-8"), encoding="utf-8")
     assert read_run(log, both).records == read_run(log, records).records
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["the log names its boot", "an older log"])
+def test_a_boot_whose_times_never_fall_back_is_not_counted(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """The machine ran for less long before than it does now: only the name of the boot tells."""
+    log, records = files
+    monkeypatch.setattr("runtime.serving.record_log.boot", lambda: "0000aaaa")
+    both, run = tmp_path / "both.jsonl", read_run(log, records)
+    with RecordLog(both) as earlier:
+        for record in run.records[:3]:
+            earlier.on_request(record._replace(id=f"earlier-{record.id}", finished=run.records[0].finished))
+    monkeypatch.setattr("runtime.serving.record_log.boot", lambda: "0000bbbb")
+    with RecordLog(both) as later:
+        for record in run.records:
+            later.on_request(record)
+    if named:
+        first, _, rest = log.read_text(encoding="utf-8").partition("\n")
+        attached = json.loads(first)
+        attached["evidence"]["boot"] = "0000bbbb"
+        log = tmp_path / "named.jsonl"
+        log.write_text(f"{json.dumps(attached)}\n{rest}", encoding="utf-8")
+    assert read_run(log, both).records == run.records
+
+
+def test_a_run_without_a_request_since_the_boot_has_none_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module("autotune.control.loop"), "boot", lambda: "0000bbbb")
+    monkeypatch.setattr("runtime.serving.record_log.boot", lambda: "0000aaaa")
+    log, records = tmp_path / "run.jsonl", tmp_path / "requests.jsonl"
+    with paced() as engine, control(engine, slo=TARGET, log=log):
+        now = engine.clock.now() + 100.0
+        with RecordLog(records) as kept:
+            kept.on_request(
+                RequestRecord("a", now, now, now, (now,), 3, 1, 0, 0, FinishReason.STOP, "default", "", 0, 0, 0)
+            )
+    run = read_run(log, records)
+    assert run.decisions[0].evidence["boot"] == "0000bbbb" and run.records == ()
+    assert run.unrecorded == "requests.jsonl holds no request that came after the controller was attached."
 
 
 def test_a_log_that_does_not_state_the_slo(

@@ -351,6 +351,9 @@ def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.Capture
             ]
         )
         assert words in flat(capsys.readouterr().out) + " "
+    options = ("simulate", str(tmp_path / "half.yaml"), "--token-budget", "512", "--workload", workload)
+    found = told(capsys, *options)
+    assert (found["length_scale"], found["length_scales"]) == (None, {"a": 1.0, "b": 0.5})
 
 
 @pytest.mark.slow

@@ -269,6 +269,22 @@ def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran,
     assert words[-4:] == last if name == "vllm" else not {*words} & {*last}
 
 
+def test_an_option_takes_the_place_of_a_profile_s_argument(ran: Ran, tmp_path: Path) -> None:
+    measured, options = profile(), {"kv_cache_dtype": "fp8_e5m2", "max_model_len": "512", "dtype": "half"}
+    engine = measured.engine.model_copy(update={"name": "vllm", "options": options})
+    save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
+    with pytest.raises(SystemExit):
+        run([
+            "serve", "--engine", "vllm", "--profile", str(tmp_path / "p.yaml"), "--anyway", "--kv-cache-dtype", "fp8",
+            "--max-model-len", "256",
+        ])  # fmt: skip
+    ((_, words),) = ran
+    given = {
+        option: words[i + 1] for i, option in enumerate(words) if option in ("--kv-cache-dtype", "--max-model-len")
+    }
+    assert given == {"--kv-cache-dtype": "fp8", "--max-model-len": "256"} and words[-2:] == ["--dtype", "half"]
+
+
 # -- the status of a rejection ----------------------------------------------------------------------------------------------
 
 WORDS = f"{REJECTED}0.25 s: its first token would come too late"

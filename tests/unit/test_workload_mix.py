@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from autotune.workload import at_length_scale, length_scale_in_words, named_options, parse_workload
+from autotune.workload import (
+    at_length_scale,
+    length_scale_as_data,
+    length_scale_in_words,
+    named_options,
+    parse_workload,
+)
 from runtime.errors import InputError
 
 TWO = "chat=azure-conv@0.8+batch=poisson:prompt=900,output=100@0.2"
@@ -118,6 +124,24 @@ def test_a_scale_goes_to_parts_that_bring_none() -> None:
     assert prompts(f"a={other}@0.5+b={other}@0.5", 1 / 4) == {"a": 64, "b": 64}
     assert prompts(f"a={one}@0.5+b={one}@0.5", 1 / 4) == {"a": 128, "b": 128}
     assert prompts("poisson:prompt=512,output=64,length=1", 1 / 4) == {"default": 512}
+
+
+@pytest.mark.parametrize(
+    ("text", "one", "each"),
+    [
+        ("fixed", 1 / 8, {}),
+        ("fixed:length=1/4", 1 / 4, {}),
+        ("a=fixed@0.5+b=fixed@0.5", 1 / 8, {"a": 1 / 8, "b": 1 / 8}),
+        ("a=fixed:length=1/4@0.5+b=fixed@0.5", None, {"a": 1 / 4, "b": 1 / 8}),
+        ("a=fixed:length=1/4@0.5+b=fixed:length=1@0.5", None, {"a": 1 / 4, "b": 1}),
+        ("a=fixed:length=1/4@0.5+b=fixed:length=1/4@0.5", 1 / 4, {"a": 1 / 4, "b": 1 / 4}),
+    ],
+)
+def test_a_mix_has_one_length_scale_or_says_those_of_its_parts(
+    text: str, one: float | None, each: dict[str, float]
+) -> None:
+    workload = at_length_scale(parse_workload(text), 1 / 8)
+    assert length_scale_as_data(workload) == {"length_scale": one, "length_scales": each}
 
 
 @pytest.mark.parametrize(

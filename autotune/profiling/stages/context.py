@@ -11,6 +11,7 @@ from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.fingerprint import OtherWork
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
@@ -96,8 +97,9 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
 
     @property
     def run_guess(self) -> float:
-        """Seconds a measurement takes, before one has been made."""
-        return self.schedule.window_s + 2 * self.schedule.warmup_s
+        """Seconds a measurement takes, before one has been made: warm-up, window, and as long a drain as the best trial had in
+        simulation, where an SLO without a deadline waits for long answers; at least as long as the warm-up."""
+        return self.schedule.window_s + self.schedule.warmup_s + max(self.schedule.warmup_s, self._simulated_drain())
 
     def decided(self, key: str, decide: Callable[[], bool]) -> bool:
         """What ``decide`` says of the time there is, kept under ``key``: who takes up the study goes the same way."""
@@ -143,6 +145,16 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         for key, stored in self.study.measurements.results():
             if key.startswith(RUN):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
+
+    def _simulated_drain(self) -> float:
+        """Seconds from the end of the window until the last answer, of the best trial; 0 before there is one."""
+        setup, trials = self.found.setup, self.found.simulated
+        if setup is None or not trials:
+            return 0.0
+        objective = Objective.under(setup)
+        best = max(trials, key=lambda run: objective.value(run.score)).score
+        warmup, _ = self.simulator(setup).window(best.rate)
+        return best.wall_s - warmup - best.window_s
 
     def _measure(self, request: MeasurementRequest[SettingT], setup: SetupT, label: str) -> Run:
         if not self.warm and not self.target.virtual:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autotune.control.decision_log import Decision, read_decisions
 from runtime.errors import InputError
 from runtime.records import RequestRecord
-from runtime.serving.record_log import read_records
+from runtime.serving.record_log import read_with_boots
 from runtime.slo import SLO, Attainment, attainment
 
 _OUT_OF_ORDER_S = 10.0
@@ -108,7 +108,8 @@ def read_run(log: Path, records: Path | None = None) -> Run:
     kept: tuple[RequestRecord, ...] = ()
     unrecorded = "Without --records only decisions are known, and not how the requests fared."
     if records is not None:
-        kept = tuple(r for r in _of_last_boot(_read(records)) if r.arrival >= decisions[0].at)
+        same = _of_last_boot(_read(records), decisions[0].evidence.get("boot"))
+        kept = tuple(r for r in same if r.arrival >= decisions[0].at)
         unrecorded = "" if kept else f"{records.name} holds no request that came after the controller was attached."
     if unrecorded:
         lacking.append(unrecorded)
@@ -117,8 +118,11 @@ def read_run(log: Path, records: Path | None = None) -> Run:
     return Run(log.name, decisions, kept, slo_periods, tuple(lacking), unrecorded)
 
 
-def _of_last_boot(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
-    """Those since the clock of the machine last began anew. Both files go on behind a reboot, and the clock does not."""
+def _of_last_boot(marked: Sequence[tuple[RequestRecord, str]], boot: object) -> Sequence[RequestRecord]:
+    """Those since the clock of the machine last began anew: of ``boot``, which the log names, else of that of the last record.
+    Both files go on behind a reboot, and the clock does not. Without the name of a boot, times that fall back tell."""
+    last = boot or (marked[-1][1] if marked else "")
+    records = [record for record, its in marked if not (its and last) or its == last]
     begins = (
         i for i in range(len(records) - 1, 0, -1) if records[i].finished < records[i - 1].finished - _OUT_OF_ORDER_S
     )
@@ -134,9 +138,9 @@ def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
         raise InputError(f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
 
 
-def _read(path: Path) -> list[RequestRecord]:
+def _read(path: Path) -> list[tuple[RequestRecord, str]]:
     try:
-        return read_records(path)
+        return read_with_boots(path)
     except OSError as error:
         raise InputError(f"--records: {path} cannot be read ({error.strerror or error})") from None
     except (ValueError, TypeError, KeyError, UnicodeDecodeError):
