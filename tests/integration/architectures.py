@@ -14,12 +14,12 @@ CONTEXT = 128
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
+    "hidden_size": 128,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": False,
     "bos_token_id": None,
