@@ -22,7 +22,7 @@ from runtime.torch_backend.memory import is_out_of_memory, prefer_huge_pages
 from runtime.torch_backend.transfer import to_device
 
 MAX_CPU_POOL_BYTES = 4 << 30
-CPU_SHARE = 0.3  # the decode cache may take as much again
+CPU_SHARE = 0.3
 CUDA_SHARE = 0.85
 
 

@@ -25,7 +25,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SWITCH: Final = "GPU_AUTOTUNE_CPU_KERNELS"
+SWITCH: Final = "AUTOTUNE_CPU_KERNELS"
 """The environment variable that keeps PyTorch's operations where it is 0."""
 
 _SOURCE: Final = Path(__file__).with_name("kernels.c")

@@ -1,8 +1,8 @@
-/* What a decoder layer computes around its matrix products, one pass over memory each.
+/* What a decoder layer computes around its matrix products, each in one pass over memory.
  *
- * Compiled once for each element type: float, or with -DBFLOAT16 bfloat16, which is computed in float and rounded once. Rows are
- * tokens. Every size of a row must be a multiple of 16 elements. Values that are not finite stay so: nothing is compiled with
- * -ffast-math. Each function returns nothing and cannot fail, but for attend, which returns nonzero when memory ran out.
+ * Compiled for one element type: float, or with -DBFLOAT16 bfloat16, which is computed in float and rounded once. Rows are tokens, and
+ * their sizes multiples of 16 elements. Values that are not finite stay so: nothing is compiled with -ffast-math. Only attend can fail:
+ * it returns nonzero when memory ran out.
  */
 
 #include <stdint.h>
@@ -191,10 +191,12 @@ void rope_write(Element *qkv, const Element *cosine, const Element *sine, const 
 
 /* ---- attention ---- */
 
-#define TILE 64 /* tokens of context that are looked at together: a multiple of WIDTH */
+#define TILE 64 /* tokens of context that are packed together: a multiple of WIDTH */
 #define MOST_DIM 256
 #define MOST_LANES 64
 #define BLOCK 8 /* lanes that one pass over a tile serves */
+
+#define INLINE static inline __attribute__((always_inline)) /* so that sizes that are constants become some */
 
 /* What attend is told of a layer. key_dim, value_dim: multiples of 32, at most 256. window: tokens back that a token sees,
  * itself included; 0 for all. softcap: 0 for none. sinks [heads] or null. query_stride: elements from token to token. */
@@ -299,15 +301,14 @@ typedef struct {
 /* What is known of the lanes of a piece. */
 typedef struct {
     float query[MOST_LANES][MOST_FACTORS] __attribute__((aligned(64)));
-    float sum[MOST_LANES][MOST_DIM] __attribute__((aligned(64))); /* of values, by their weights */
-    float most[MOST_LANES], whole[MOST_LANES];                    /* greatest score, and the sum of weights */
+    float acc[MOST_LANES][MOST_DIM] __attribute__((aligned(64))); /* values times their weights, summed */
+    float row_max[MOST_LANES], row_sum[MOST_LANES];               /* highest score, and the sum of weights */
     int64_t ends[MOST_LANES];                                     /* context of each */
 } Lanes;
 
-/* Lay out the first groups · WIDTH of slots; key_row, value_row: elements from slot to slot. */
-static inline __attribute__((always_inline)) void lay_out(Tile *tile, const Element *keys, const Element *values, int64_t key_row,
-                                                          int64_t value_row, const int64_t *slots, int64_t groups,
-                                                          const int64_t key_dim, const int64_t value_dim) {
+/* Pack the first groups · WIDTH of slots; key_row, value_row: elements from slot to slot. */
+INLINE void pack_tile(Tile *tile, const Element *keys, const Element *values, int64_t key_row, int64_t value_row,
+                      const int64_t *slots, int64_t groups, const int64_t key_dim, const int64_t value_dim) {
     for (int64_t group = 0; group < groups; group++)
         for (int64_t d = 0; d < key_dim; d += WIDTH * IN_A_FACTOR) {
             Vector square[WIDTH];
@@ -335,11 +336,10 @@ static inline __attribute__((always_inline)) void lay_out(Tile *tile, const Elem
     }
 }
 
-/* LANES of them from at on look at the groups · WIDTH tokens of a tile that begins at position begin: an online softmax
- * (Milakov and Gimelshein 2018). */
-static inline __attribute__((always_inline)) void look(const Layer *layer, const Tile *tile, Lanes *lanes, int at, int64_t begin,
-                                                       int64_t groups, const int LANES, const int64_t key_dim,
-                                                       const int64_t value_dim) {
+/* The queries of LANES lanes, from lane at on, over the groups · WIDTH tokens of a tile that begins at position begin. The softmax is
+ * online (Milakov and Gimelshein 2018), in tiles as in FlashAttention (Dao et al. 2022). */
+INLINE void attend_tile(const Layer *layer, const Tile *tile, Lanes *lanes, int at, int64_t begin, int64_t groups,
+                        const int LANES, const int64_t key_dim, const int64_t value_dim) {
     float score[BLOCK][TILE] __attribute__((aligned(64)));
     const int64_t factors = key_dim / IN_A_FACTOR, tokens = groups * WIDTH;
     Integers count;
@@ -382,14 +382,14 @@ static inline __attribute__((always_inline)) void look(const Layer *layer, const
             *(Vector *)(score[lane] + i) = x;
         }
         const float found = greatest(top);
-        before[lane] = lanes->most[at + lane];
+        before[lane] = lanes->row_max[at + lane];
         now[lane] = found > before[lane] ? found : before[lane];
     }
     const Vector none = (Vector){} - __builtin_inff(), was = *(Vector *)before, is = *(Vector *)now;
-    const Vector less = choose(is == none, (Vector){}, is); /* where nothing has been seen yet, all is hidden */
-    *(Vector *)shrink = choose(was == none, (Vector){}, exponential(was - less));
+    const Vector shift = choose(is == none, (Vector){}, is); /* not -inf, where nothing has been seen yet */
+    *(Vector *)shrink = choose(was == none, (Vector){}, exponential(was - shift));
     for (int lane = 0; lane < LANES; lane++) {
-        const float top = less[lane];
+        const float top = shift[lane];
         Vector added = {};
         for (int64_t i = 0; i < tokens; i += WIDTH) {
             Vector x = *(Vector *)(score[lane] + i);
@@ -402,14 +402,14 @@ static inline __attribute__((always_inline)) void look(const Layer *layer, const
             *(Vector *)(score[lane] + i) = weight;
 #endif
         }
-        lanes->whole[at + lane] = lanes->whole[at + lane] * shrink[lane] + total(added);
-        lanes->most[at + lane] = now[lane];
+        lanes->row_sum[at + lane] = lanes->row_sum[at + lane] * shrink[lane] + total(added);
+        lanes->row_max[at + lane] = now[lane];
     }
     for (int64_t d = 0; d < value_dim; d += 2 * WIDTH) {
         Vector low[BLOCK], high[BLOCK];
         for (int lane = 0; lane < LANES; lane++) {
-            low[lane] = *(Vector *)(lanes->sum[at + lane] + d) * shrink[lane];
-            high[lane] = *(Vector *)(lanes->sum[at + lane] + d + WIDTH) * shrink[lane];
+            low[lane] = *(Vector *)(lanes->acc[at + lane] + d) * shrink[lane];
+            high[lane] = *(Vector *)(lanes->acc[at + lane] + d + WIDTH) * shrink[lane];
         }
         const float *values = tile->values + d;
         for (int64_t i = 0; i < tokens / IN_A_FACTOR; i++) {
@@ -420,14 +420,14 @@ static inline __attribute__((always_inline)) void look(const Layer *layer, const
             }
         }
         for (int lane = 0; lane < LANES; lane++) {
-            *(Vector *)(lanes->sum[at + lane] + d) = low[lane];
-            *(Vector *)(lanes->sum[at + lane] + d + WIDTH) = high[lane];
+            *(Vector *)(lanes->acc[at + lane] + d) = low[lane];
+            *(Vector *)(lanes->acc[at + lane] + d + WIDTH) = high[lane];
         }
     }
 }
 
-static inline __attribute__((always_inline)) void attend_piece(const Layer *layer, const Step *step, const Piece *piece,
-                                                               const int64_t key_dim, const int64_t value_dim) {
+INLINE void attend_piece(const Layer *layer, const Step *step, const Piece *piece, const int64_t key_dim,
+                         const int64_t value_dim) {
     const int64_t group = layer->heads / layer->kv_heads, size = step->block_size;
     const int64_t first_end = step->context[piece->sequence] - step->fresh[piece->sequence] + 1;
     const int64_t *table = step->table + piece->sequence * step->blocks;
@@ -441,9 +441,9 @@ static inline __attribute__((always_inline)) void attend_piece(const Layer *laye
         const Element *query = layer->query + (piece->token + token) * layer->query_stride + head * key_dim;
         for (int64_t d = 0; d < key_dim; d += WIDTH * IN_A_FACTOR)
             *(Vector *)(lanes.query[lane] + d / IN_A_FACTOR) = factors_of(query + d);
-        memset(lanes.sum[lane], 0, value_dim * sizeof(float));
-        lanes.most[lane] = layer->sinks ? layer->sinks[head] : -__builtin_inff();
-        lanes.whole[lane] = layer->sinks ? 1.0f : 0.0f;
+        memset(lanes.acc[lane], 0, value_dim * sizeof(float));
+        lanes.row_max[lane] = layer->sinks ? layer->sinks[head] : -__builtin_inff();
+        lanes.row_sum[lane] = layer->sinks ? 1.0f : 0.0f;
         lanes.ends[lane] = first_end + token;
     }
     const int64_t end = lanes.ends[held - 1];
@@ -458,25 +458,25 @@ static inline __attribute__((always_inline)) void attend_piece(const Layer *laye
             if (++offset == size) offset = 0, block++;
         }
         for (int64_t i = tokens; i < groups * WIDTH; i++) slots[i] = slots[tokens - 1];
-        lay_out(&tile, keys, values, key_row, value_row, slots, groups, key_dim, value_dim);
+        pack_tile(&tile, keys, values, key_row, value_row, slots, groups, key_dim, value_dim);
         if (held >= BLOCK) {
             for (int at = 0; at < held; at += BLOCK) {
                 if (lanes.ends[at + BLOCK - 1] <= begin) continue;
                 if (layer->window && lanes.ends[at] - layer->window >= begin + tokens) continue;
-                look(layer, &tile, &lanes, at, begin, groups, BLOCK, key_dim, value_dim);
+                attend_tile(layer, &tile, &lanes, at, begin, groups, BLOCK, key_dim, value_dim);
             }
         } else if (held == 4) {
-            look(layer, &tile, &lanes, 0, begin, groups, 4, key_dim, value_dim);
+            attend_tile(layer, &tile, &lanes, 0, begin, groups, 4, key_dim, value_dim);
         } else if (held == 2) {
-            look(layer, &tile, &lanes, 0, begin, groups, 2, key_dim, value_dim);
+            attend_tile(layer, &tile, &lanes, 0, begin, groups, 2, key_dim, value_dim);
         } else {
-            look(layer, &tile, &lanes, 0, begin, groups, 1, key_dim, value_dim);
+            attend_tile(layer, &tile, &lanes, 0, begin, groups, 1, key_dim, value_dim);
         }
     }
     for (int lane = 0; lane < count; lane++) {
         const int64_t at = piece->first + lane, head = piece->kv_head * group + at % group;
         Element *out = layer->out + ((piece->token + at / group) * layer->heads + head) * value_dim;
-        for (int64_t d = 0; d < value_dim; d += WIDTH) store(out + d, *(Vector *)(lanes.sum[lane] + d) / lanes.whole[lane]);
+        for (int64_t d = 0; d < value_dim; d += WIDTH) store(out + d, *(Vector *)(lanes.acc[lane] + d) / lanes.row_sum[lane]);
     }
 }
 
