@@ -1,8 +1,8 @@
 /* What a decoder layer computes around its matrix products, each in one pass over memory.
  *
- * Compiled for one element type: float, or with -DBFLOAT16 bfloat16, which is computed in float and rounded once. Rows are tokens, and
- * their sizes multiples of 16 elements. Values that are not finite stay so: nothing is compiled with -ffast-math. Only attend can fail:
- * it returns nonzero when memory ran out.
+ * Compiled for one element type: float, or with -DBFLOAT16 bfloat16, which is computed in float and rounded once. Rows are
+ * tokens, their sizes multiples of 16 elements. Values that are not finite stay so: nothing is compiled with -ffast-math. Only attend can
+ * fail: it returns nonzero when memory ran out.
  */
 
 #include <stdint.h>
@@ -53,7 +53,7 @@ static inline Vector choose(Integers where, Vector yes, Vector no) {
     return (Vector)(((Integers)yes & where) | ((Integers)no & ~where));
 }
 
-/* e to the x, for x up to 88: 2 to the nearest whole number of x / ln 2, times a polynomial of the rest (least maximal error, 1e-7). */
+/* e to the x, for x up to 88: 2 to the nearest whole number of x / ln 2, times a polynomial of the rest (minimax, 1e-7). */
 static inline Vector exponential(Vector x) {
     x = choose(x < -87.0f, (Vector){} - 87.0f, x);
     const float magic = 12582912.0f; /* 1.5 · 2^23: what is added to it is rounded to a whole number */
@@ -215,7 +215,7 @@ typedef struct {
     int64_t sequences, blocks, block_size;
 } Step;
 
-/* One piece of work: lanes first, first + 1, … of a sequence and KV head. Lane l is query head l % group of new token l / group. */
+/* One piece of work: lanes first, first + 1, … of a sequence and KV head. Lane l is head l % group of new token l / group. */
 typedef struct {
     int64_t sequence, token, kv_head, first;
     int count;
@@ -336,8 +336,8 @@ INLINE void pack_tile(Tile *tile, const Element *keys, const Element *values, in
     }
 }
 
-/* The queries of LANES lanes, from lane at on, over the groups · WIDTH tokens of a tile that begins at position begin. The softmax is
- * online (Milakov and Gimelshein 2018), in tiles as in FlashAttention (Dao et al. 2022). */
+/* The queries of LANES lanes, from lane at on, over the groups · WIDTH tokens of a tile that begins at position begin. The
+ * softmax is online (Milakov and Gimelshein 2018), in tiles as in FlashAttention (Dao et al. 2022). */
 INLINE void attend_tile(const Layer *layer, const Tile *tile, Lanes *lanes, int at, int64_t begin, int64_t groups,
                         const int LANES, const int64_t key_dim, const int64_t value_dim) {
     float score[BLOCK][TILE] __attribute__((aligned(64)));
