@@ -5,7 +5,7 @@ What a device has of its own is tested against this. Its cost follows rows × lo
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,18 +49,6 @@ class ChunkInputs:
         return found
 
 
-class DecodeInputs(Protocol):
-    """How the decode rows of a step find their context."""
-
-    @property
-    def count(self) -> int: ...
-
-    def attend(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
-        """``query [count, heads, dim]`` and the rows' new ``key``/``value [count, kv_heads, dim]``, which are in the pool
-        already; returns ``[count, heads, value_dim]``."""
-        ...
-
-
 class PaddedDecode:
     """Decode rows over a gathered, padded copy of their blocks.
 
@@ -84,7 +72,8 @@ class PaddedDecode:
             self._masks[window] = found
         return found
 
-    def attend(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+    def attend(self, layer: LayerKV, query: Tensor, terms: Terms) -> Tensor:
+        """``query [count, heads, dim]`` over what the pool holds; returns ``[count, heads, value_dim]``."""
         keys, values = layer.blocks(self.table, self.block_size)
         rows, heads, _ = query.shape
         kv_heads = keys.shape[2]
@@ -102,15 +91,15 @@ class FixedDecode:
         self.count = table.shape[0]
         self._table, self._positions, self._block_size = table, positions, block_size
 
-    def attend(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+    def attend(self, layer: LayerKV, query: Tensor, terms: Terms) -> Tensor:
         rows = PaddedDecode(self._table, self._positions + 1, self._block_size)
-        return rows.attend(layer, query, key, value, terms)
+        return rows.attend(layer, query, terms)
 
 
 class PaddedStep(NamedTuple):
     """What :class:`PaddedAttention` plans."""
 
-    decode: DecodeInputs | None
+    decode: PaddedDecode | FixedDecode | None
     chunks: list[ChunkInputs]
 
 
@@ -138,7 +127,7 @@ class PaddedAttention:
     def refresh(self, state: PaddedStep, context: Ints) -> None:
         """Nothing: all that a run needs is on the device."""
 
-    def _decode(self, batch: PackedBatch) -> DecodeInputs | None:
+    def _decode(self, batch: PackedBatch) -> PaddedDecode | None:
         rows = batch.rows
         if not len(rows.sequences):
             return None
@@ -159,7 +148,7 @@ class PaddedAttention:
         parts: list[Tensor] = []
         if state.decode is not None:
             rows = slice(0, state.decode.count)
-            parts.append(state.decode.attend(layer, query[rows], key[rows], value[rows], terms))
+            parts.append(state.decode.attend(layer, query[rows], terms))
         for chunk in state.chunks:
             rows = slice(chunk.begin, chunk.end)
             if chunk.table is None:
@@ -168,11 +157,8 @@ class PaddedAttention:
                 past_keys, past_values = layer.blocks(chunk.table, self.pool.block_size)
                 context = chunk.start + chunk.end - chunk.begin
                 keys, values = past_keys[0, :context].transpose(0, 1), past_values[0, :context].transpose(0, 1)
-            parts.append(self._attend_chunk(chunk, query[rows].transpose(0, 1), keys, values, terms).transpose(0, 1))
+            parts.append(attend_chunk(chunk, query[rows].transpose(0, 1), keys, values, terms).transpose(0, 1))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-    def _attend_chunk(self, chunk: ChunkInputs, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        return attend_chunk(chunk, query, keys, values, terms)
 
 
 def lone_step(tokens: int, device: torch.device, operations: Operations | None = None) -> StepInputs:

@@ -61,8 +61,7 @@ def test_padded_decode_attends_by_definition(terms: Terms) -> None:
         keys, values = layer.keys[slots].transpose(0, 1), layer.values[slots].transpose(0, 1)
         expected.append(by_definition(query[row : row + 1].transpose(0, 1), keys, values, terms)[:, 0])
     decode = PaddedDecode(torch.tensor(tables), torch.tensor(lengths), size)
-    none = torch.empty(0)
-    found = decode.attend(layer, query, none, none, terms)
+    found = decode.attend(layer, query, terms)
     torch.testing.assert_close(found.double(), torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
