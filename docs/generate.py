@@ -28,16 +28,17 @@ def command_line() -> str:
         "",
         NOTE,
         "",
-        "Every verb has `--help`. Exit codes: 0 done; 1 ran and fell short (the SLO cannot be",
+        "Every command has `--help`. Exit codes: 0 done; 1 the command ran but fell short (the SLO cannot be",
     ]
     lines += [
-        "met, a profile is stale); 2 bad input, in one line; 130 stopped by Ctrl-C, with what was found kept.",
+        "met, a profile is stale); 2 bad input, reported in one line; 130 stopped by Ctrl-C, with the results so far stored.",
         "",
     ]
-    lines += ["| verb | |", "|---|---|"]
+    lines += ["| command | what it does |", "|---|---|"]
     lines += [f"| [`{name}`](#autotune-{name}) | {_cell(verb.short_help)} |" for name, verb in group.commands.items()]
     for name, verb in group.commands.items():
-        lines += ["", f"## autotune {name}", "", _text(verb.help), "", _text(verb.epilog), "", "| | |", "|---|---|"]
+        lines += ["", f"## autotune {name}", "", _text(verb.help), "", _text(verb.epilog), ""]
+        lines += ["| argument or option | meaning |", "|---|---|"]
         lines += [f"| {_name(parameter)} | {_cell(_help(parameter))} |" for parameter in verb.params]
     return "\n".join(lines) + "\n"
 
@@ -46,14 +47,14 @@ def knobs() -> str:
     """The knobs and the controllers."""
     lines = ["# Knobs and controllers", "", NOTE, "", "## Knobs", ""]
     lines += [
-        "| knob | unit | least | most | default | ceiling unless given | what it bounds |",
+        "| knob | unit | min | max | default | default ceiling | meaning |",
         "|---|---|---|---|---|---|---|",
     ]
     limits = KnobLimits()
     for spec in KNOBS:
         figures = (spec.low, spec.high, getattr(Knobs(), spec.name), getattr(limits, spec.name))
         lines.append(f"| `{spec.name}` | {spec.unit} | {' | '.join(f'{n:,.10g}' for n in figures)} | {spec.doc} |")
-    lines += ["", "## Controllers", "", "| name | for | what it does |", "|---|---|---|"]
+    lines += ["", "## Controllers", "", "| name | controls | what it does |", "|---|---|---|"]
     for names, kind in ((CONTROLLERS, "engines"), (OF_BATCHERS, "batchers")):
         for name, make in names.items():
             module = make.__module__.removeprefix(f"{controllers.__name__}.").partition(".")[0]
@@ -67,7 +68,7 @@ def profile_fields() -> str:
     schema = profile_schema()
     lines = ["# Fields of a profile", "", NOTE, ""]
     lines += [
-        "What the parts are for is in [profile-file.md](profile-file.md). A field without a default must be there.",
+        "[profile-file.md](profile-file.md) explains the parts. A field without a default is required.",
         "",
     ]
     parts = {"the profile": schema, **schema["$defs"]}
@@ -75,7 +76,8 @@ def profile_fields() -> str:
         if "properties" not in part:
             continue
         about = str(part.get("description", "")).partition("\n\n")[0]
-        lines += [f"## {name}", "", *([_text(about), ""] if about else []), "| field | kind | |", "|---|---|---|"]
+        lines += [f"## {name}", "", *([_text(about), ""] if about else [])]
+        lines += ["| field | kind | meaning |", "|---|---|---|"]
         for field, facts in part["properties"].items():
             default = f" (default: {json.dumps(facts['default'])})" if "default" in facts else ""
             lines.append(
