@@ -196,8 +196,8 @@ def test_attention(variant: Variant, shape: list[tuple[int, int]], terms: str) -
     wanted = TERMS[terms]
     for heads in HEADS if len(shape) < 5 else HEADS[:2]:
         sinks = None if wanted.sinks is None else wanted.sinks[: heads[0]].contiguous()
-        told = Terms(wanted.scale, wanted.window, wanted.softcap, sinks)
-        found, expected = _attended(variant, shape, heads, told)
+        here = Terms(wanted.scale, wanted.window, wanted.softcap, sinks)
+        found, expected = _attended(variant, shape, heads, here)
         tolerance = 1e-5 if variant.dtype == torch.float32 else 2**-6
         torch.testing.assert_close(found.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 

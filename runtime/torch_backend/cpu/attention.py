@@ -27,7 +27,7 @@ class PagedStep:
         found = listed(batch, owner.pool.block_size, owner.pool.pad_block)
         self._held = [np.ascontiguousarray(each) for each in found]  # C reads them until the step is over
         fresh, context, table = (each.ctypes.data for each in self._held)
-        self.told = Step(fresh, context, table, *found.table.shape, owner.pool.block_size)
+        self.arguments = Step(fresh, context, table, *found.table.shape, owner.pool.block_size)
         self.pairs = int(found.new @ found.context)  # of a new token and a token that it sees, about
         self._padded: PaddedStep | None = None
 
@@ -62,12 +62,12 @@ class PagedAttention:
             query = query.contiguous()
         sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
         out = query.new_empty(tokens, heads, value_dim)
-        told = Layer(
+        arguments = Layer(
             query.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr(), None if sinks is None else sinks.data_ptr(),
             out.data_ptr(), query.stride(0), heads, kv_heads, key_dim, value_dim, terms.window or 0, terms.scale,
             terms.softcap or 0.0,
         )  # fmt: skip
         threads = threads_for(state.pairs * heads * key_dim)
-        if found.attend(ctypes.byref(told), ctypes.byref(state.told), threads):
+        if found.attend(ctypes.byref(arguments), ctypes.byref(state.arguments), threads):
             raise MemoryError("attention: out of memory")
         return out

@@ -198,7 +198,7 @@ void rope_write(Element *qkv, const Element *cosine, const Element *sine, const 
 
 #define INLINE static inline __attribute__((always_inline)) /* so that sizes that are constants become some */
 
-/* What attend is told of a layer. key_dim, value_dim: multiples of 32, at most 256. window: tokens back that a token sees,
+/* What attend takes of a layer. key_dim, value_dim: multiples of 32, at most 256. window: tokens back that a token sees,
  * itself included; 0 for all. softcap: 0 for none. sinks [heads] or null. query_stride: elements from token to token. */
 typedef struct {
     const Element *query, *keys, *values;
