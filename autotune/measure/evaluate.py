@@ -194,10 +194,10 @@ def _offered(workload: Workload, seed: int, duration: float) -> Sequence[Arrival
     return tuple(workload.arrivals(seed, duration=duration))
 
 
-def wait_until_idle(engine: Engine, *, patience: float = _IDLE_PATIENCE_S) -> None:
+def wait_until_idle(engine: Engine) -> None:
     """Wait until nothing runs or waits in ``engine``. Raises :class:`EvaluationError` if it does not come to rest."""
     clock, pause = engine.clock, waiting(engine)
-    give_up = clock.now() + patience
+    give_up = clock.now() + _IDLE_PATIENCE_S
     while (view := engine.view()).running or view.waiting:
         if clock.now() > give_up:
             raise EvaluationError(f"the engine did not come to rest: {view.running} running, {view.waiting} waiting")
