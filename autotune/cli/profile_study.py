@@ -78,7 +78,7 @@ def work(
     """Work on the study until it is done or stopped, and have what was found written; the exit code."""
     facts, question, identity = requested.model, requested.question, requested.identity
     weights = "random weights, " if facts.random_weights else ""
-    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtypes}) · workload {requested.spec}"
+    head = f"model {facts.name} ({facts.size}, {weights}{facts.dtypes}) · workload {requested.spec}"
     display = Display(console, head)
     place: Path | SharedStorage = files.journal
     if storage is not None:
@@ -138,7 +138,3 @@ def _copy(journal: Path, to: Path) -> None:
     except OSError as error:
         to.unlink(missing_ok=True)
         raise unwritable(to, error) from None
-
-
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
