@@ -30,7 +30,7 @@ from autotune.engines.named import DEFAULT, check_engine, choices, engine_named,
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from autotune.cli.profile_output import ProfiledEngine
+    from autotune.engines import Engine
     from autotune.profile.parts import ObjectiveName
     from autotune.profiling.findings import Findings
 
@@ -252,8 +252,8 @@ def profile(
         )
         command = shlex.join(["autotune", *without_passwords(context.obj)])
 
-        def write(found: Findings, subject: ProfiledEngine) -> int:
-            return finish(found, question, files, subject, console, command, as_json)
+        def write(found: Findings, live: Engine) -> int:
+            return finish(found, requested, live, files, console, command, as_json)
 
         try:
             return work(

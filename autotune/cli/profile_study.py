@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.cli.display import Display
 from autotune.cli.exits import FELL_SHORT, INTERRUPTED
-from autotune.cli.profile_output import Files, ProfiledEngine
+from autotune.cli.profile_output import Files
 from autotune.cli.target import running
+from autotune.engines import Engine
 from autotune.engines.named import NamedSource, engine_identity
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
@@ -73,7 +74,7 @@ def work(
     limits: KnobLimits,
     fresh: bool,
     stop: Callable[[], bool],
-    write: Callable[[Findings, ProfiledEngine], int],
+    write: Callable[[Findings, Engine], int],
 ) -> int:
     """Work on the study until it is done or stopped, and have what was found written; the exit code."""
     facts, question, identity = requested.model, requested.question, requested.identity
@@ -96,9 +97,6 @@ def work(
             study = study.restarted(identity)
         study.extend(question.budget_s, question.sim_trials)
         with running(started(study, requested.source, place, limits, question.seed)) as engine:
-            subject = ProfiledEngine(
-                engine, facts, requested.machine, requested.spec, requested.price, requested.source.arguments
-            )
             session = Session(engine, facts, question, study, display, stop=stop)
             try:
                 found = session.run()
@@ -112,7 +110,7 @@ def work(
                     highlight=False, markup=False, soft_wrap=True,
                 )  # fmt: skip
                 return FELL_SHORT if found.fault else INTERRUPTED
-            code = write(found, subject)
+            code = write(found, engine)
             if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew
                 study.finish(*bounds)
                 before.unlink(missing_ok=True)
