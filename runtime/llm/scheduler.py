@@ -54,9 +54,10 @@ class Scheduler:
     step can be planned (if :attr:`can_plan_ahead`); ``settle(unsettled, result)`` takes the result in. Between the plan and
     ``commit``, requests may be added and finished. ``slos`` (class -> SLO) feed
     :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
-    are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
-    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back. ``drafter`` guesses tokens where
-    ``draft_tokens`` allows it; without one that knob does nothing. Plans with drafts are for :meth:`update` alone.
+    are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``growth_reserve``: free KV
+    blocks kept for each decode when a prompt is admitted. ``before_preempting`` is called before a sequence is made to give its
+    blocks back. ``drafter`` guesses tokens where ``draft_tokens`` allows it; without one that knob does nothing. Plans with
+    drafts are for :meth:`update` alone.
     ``most_sampled``: rows of logits that a step with drafts may have, one for each drafted token among them, as there is memory
     for no more; None: any number.
     """

@@ -32,6 +32,14 @@ class Settings:
         """The right to turn the knobs: one, however many faces they are turned through."""
         self._turning = threading.Lock()  # so that no two settings get one epoch
 
+    @property
+    def knobs(self) -> Knobs:
+        return self.current[1]
+
+    @property
+    def epoch(self) -> int:
+        return self.current[0]
+
     def set_knobs(self, knobs: Knobs) -> int:
         """Put ``knobs`` in force from the next step on; returns the epoch, which grows only if something changed.
 

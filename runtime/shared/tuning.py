@@ -62,12 +62,12 @@ class Tuning(ABC):
     @property
     def knobs(self) -> Knobs:
         """Those in force."""
-        return self._settings.current[1]
+        return self._settings.knobs
 
     @property
     def epoch(self) -> int:
         """The number of the knob setting in force."""
-        return self._settings.current[0]
+        return self._settings.epoch
 
     @property
     def slos(self) -> Mapping[str, SLO]:
