@@ -154,7 +154,7 @@ def profile(
             callable_name, inputs=inputs, cost=cost, strategy=strategy, most=most, replicas=replicas, slo=slo, rate=rate,
             budget=budget, out=out, seed=seed, fresh=fresh, as_json=as_json, arguments=context.obj,
         )  # fmt: skip
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.profile_output import Files, finish
     from autotune.cli.profile_study import Requested, stem, work
@@ -216,7 +216,7 @@ def profile(
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
-    console.print(loading(model or "PyTorch", chosen.label), style="dim", markup=False, highlight=False, soft_wrap=True)
+    print_as_is(console, loading(model or "PyTorch", chosen.label), "dim")
     kind = device_kind(cpu, gpu)
     if kind == "gpu" and budget is None and trials is None:
         question = replace(question, budget_s=seconds(GPU_BUDGET))
@@ -237,16 +237,14 @@ def profile(
         limits = source.limits
         space = replace(make_space(limits, pin or (), ranges or ()), stock=source.stock)
         question = replace(question, space=space)
-        console.print(
-            heading(model, found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
-        )
+        print_as_is(console, heading(model, found_machine, requested=cpu or gpu))
         notes = [
             f"note: {option} of --workload is not used: settings are compared at about what the best of them can serve; "
             f"--rate {question.workload.rate:.4g} compares them there"
             for option in unused
         ]
         for line in (*source.introduction, *notes):
-            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+            print_as_is(console, line, "dim")
         requested = Requested(
             source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.cli.display import print_as_is
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.export import TARGETS, export
 from autotune.profile import EngineFacts, KvPool, Profile, profile_text
@@ -139,15 +140,15 @@ def finish(
         count = f"{done} of {planned} validated" if done else f"{len(found.simulated)} simulated, none validated"
         why = f"stopped, for {found.fault}" if found.fault else "stopped"
         again = f"{why}; best so far written to {files.profile} ({count}). Run the same command to go on."
-        console.print(again, highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, again)
         return FELL_SHORT if found.fault else INTERRUPTED
-    console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
+    print_as_is(console, f"\nprofile  {files.profile}")
     for index, (step, what) in enumerate(next_steps(made, files.profile)):
         start = "" if index else "next"
-        console.print(f"{start:<7}  {step:<44}  # {what}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"{start:<7}  {step:<44}  # {what}")
     notes = [] if question.budget_s is None else [longer(question.budget_s)]
     if (activate := activation()) is not None:
         notes.append(f"`autotune` is not on your PATH: {activate}")
     for note in notes:
-        console.print(f"{'':<7}  {note}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"{'':<7}  {note}")
     return DONE if made.slo_met else FELL_SHORT

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.display import Display
+from autotune.cli.display import Display, print_as_is
 from autotune.cli.exits import FELL_SHORT, INTERRUPTED
 from autotune.cli.profile_output import Files
 from autotune.cli.target import running
@@ -104,11 +104,11 @@ def work(
                 display.close()
             if not found.settings():
                 why = f", for {found.fault}" if found.fault else ""
-                console.print(
+                print_as_is(
+                    console,
                     f"stopped{why} before the first trial was done; nothing written to {files.profile}. "
                     "Run the same command to go on.",
-                    highlight=False, markup=False, soft_wrap=True,
-                )  # fmt: skip
+                )
                 return FELL_SHORT if found.fault else INTERRUPTED
             code = write(found, engine)
             if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew

@@ -54,7 +54,7 @@ def report(
     as_json: AsJson = False,
 ) -> int:
     """Write the page; 2 when the file is neither a valid profile nor a log."""
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.cost.price import parse_price
     from autotune.profile import load_profile
     from autotune.report import gather, html
@@ -83,7 +83,7 @@ def report(
         print(json.dumps(_essentials(made, page), allow_nan=False))
     else:
         show(made, console)
-        console.print(f"\nreport  {page}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"\nreport  {page}")
     if open_:
         _open(page, console)
     return DONE
@@ -93,7 +93,7 @@ def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json:
     """The same for a run under a controller."""
     import json
 
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.control.explain import summarize
     from autotune.report.run import compose, html, read_run
     from autotune.writing import write_whole
@@ -106,10 +106,10 @@ def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json:
         data = {"file": str(page), "log": str(log), "title": made.head.title, "sections": sections}
         print(json.dumps(data | {"decisions": len(made.run.decisions), "requests": len(made.run.records)}))
     else:
-        console.print(made.head.title, highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, made.head.title)
         for line in summarize(made.run.decisions).lines():
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\nreport  {page}", highlight=False, markup=False, soft_wrap=True)
+            print_as_is(console, line)
+        print_as_is(console, f"\nreport  {page}")
     if show_it:
         _open(page, console)
     return DONE
@@ -154,6 +154,8 @@ def _essentials(made: Report, page: Path) -> dict[str, Any]:
 def _open(page: Path, console: Console) -> None:
     import webbrowser
 
+    from autotune.cli.display import print_as_is
+
     address = page.resolve().as_uri()
     if not webbrowser.open(address):
-        console.print(f"no browser was found; open {address}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"no browser was found; open {address}")
