@@ -19,7 +19,6 @@ from tests.fakes import Records
 TTFT, TPOT = 0.5, 0.03
 SECONDS = 240
 PROMPTS, ANSWERS = [400, 900, 1600, 2500, 4600], [6, 12, 20, 35, 60]
-MEAN = sum(PROMPTS) / len(PROMPTS)
 DEAR = 0.010, 0.014, 45e-6
 """A step of decodes alone, what any prompt adds, and a prompt token, s: 512 tokens take longer than the target."""
 CHEAP = 0.012, 0.0, 60e-6
