@@ -22,9 +22,9 @@ from autotune.profiling.pool import started
 from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, unwritable
 from autotune.profiling.study import open_study, study_name
-from autotune.version import __version__
 from autotune.workload import Workload
 from runtime.knobs import KnobLimits
+from runtime.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
