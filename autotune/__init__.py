@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autotune.version import __version__
+from runtime.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

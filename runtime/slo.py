@@ -297,11 +297,11 @@ def attained(counted: CountedByClass, slo: SLO, classes: Iterable[RequestClass] 
     return all(c.attainment >= targets.get(name, slo.attainment) for name, c in by_class if c.offered)
 
 
-def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """The Wilson score interval of a share, (0, 1) without trials."""
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """The 95% Wilson score interval of a share, (0, 1) without trials."""
     if trials == 0:
         return 0.0, 1.0
-    share = successes / trials
+    share, z = successes / trials, 1.959964
     centre = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials

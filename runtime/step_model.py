@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_GRAPHS",
-    "PRIOR_ERROR",
     "TERMS",
     "Group",
     "Knowledge",
@@ -52,7 +51,7 @@ __all__ = [
     "next_size",
 ]
 
-PRIOR_ERROR = 0.3
+_PRIOR_ERROR = 0.3
 """How far off a machine may be, relatively, from what a profile of it said."""
 
 
@@ -299,21 +298,14 @@ class StepLearner:
         """Running mean of the relative error of predictions made before each step was learned."""
 
     @classmethod
-    def warm_start(
-        cls,
-        known: Knowledge,
-        *,
-        prior_error: float = PRIOR_ERROR,
-        forgetting: float = 0.98,
-        graphs: StepGraphs = NO_GRAPHS,
-    ) -> StepLearner:
+    def warm_start(cls, known: Knowledge, *, graphs: StepGraphs = NO_GRAPHS) -> StepLearner:
         """A learner that predicts from the start, by what another has learned of this hardware, perhaps long ago.
 
-        ``prior_error``: how far off, relatively, all of it may be together; a machine 1.8 times slower is followed within a few
-        steps, and what each coefficient is by itself is learned as it shows. Of terms that are newer than the knowledge it knows
-        nothing. ``graphs``: of the hardware that is met now. Raises ``ValueError`` for what is no knowledge.
+        A machine 1.8 times slower is followed within a few steps, and what each coefficient is by itself is learned as it shows.
+        Of terms that are newer than the knowledge it knows nothing. ``graphs``: of the hardware that is met now. Raises
+        ``ValueError`` for what is no knowledge.
         """
-        learner = cls(forgetting=forgetting, graphs=graphs)
+        learner = cls(graphs=graphs)
         for piece, least, values, covariance in (
             (learner._decode, len(cls._WRITTEN_OUT["decode"]), known.decode, known.decode_covariance),
             (learner._mixed, len(cls._WRITTEN_OUT["mixed"]), known.mixed, known.mixed_covariance),
@@ -330,7 +322,7 @@ class StepLearner:
                 newer = [0.0] * (size - given)
                 rows = [[*row, *newer] for row in covariance]
                 rows += [[float(i == j) for j in range(size)] for i in range(given, size)]
-                piece.set_prior([*values, *newer], rows, prior_error)
+                piece.set_prior([*values, *newer], rows, _PRIOR_ERROR)
         if not (math.isfinite(known.unit_s) and known.unit_s > 0):
             raise ValueError(f"unit_s is {known.unit_s}; it must be above 0")
         learner._unit = known.unit_s

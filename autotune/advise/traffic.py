@@ -7,11 +7,14 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from autotune.engines.named import ServerMetrics
 from autotune.measure.evaluate import EvaluationError
 from runtime.slo import SLO
+
+if TYPE_CHECKING:  # it loads what the extra serve brings
+    from runtime.serving.scrape import Scrape
 
 FEWEST = 20
 """Requests that must have ended, or nothing is said of them."""
@@ -23,19 +26,6 @@ _INTERVALS, _EXPECTED = (
 )  # to tell burstiness by, and arrivals in each: in shorter ones bursts are not seen whole
 _GIVEN_UP = 1.05  # times as many first tokens as requests that ended, from which on clients are known to give up
 _NARROW = 0.05  # a coefficient of variation below which lengths are all alike
-
-
-class Scraped(Protocol):
-    """See :class:`runtime.serving.scrape.Scrape`."""
-
-    @property
-    def at(self) -> float: ...
-    @property
-    def samples(self) -> Mapping[str, float]: ...
-    @property
-    def buckets(self) -> Mapping[str, Mapping[float, float]]: ...
-    @property
-    def labels(self) -> Mapping[str, tuple[Mapping[str, str], ...]]: ...
 
 
 class Share(NamedTuple):
@@ -58,7 +48,7 @@ class Histogram:
     total: float
 
     @classmethod
-    def between(cls, name: str, before: Scraped, after: Scraped) -> Histogram:
+    def between(cls, name: str, before: Scrape, after: Scrape) -> Histogram:
         """Of the observations between two scrapes; empty where the server has no such histogram."""
         cumulated = [
             (bound, value - before.buckets.get(name, {}).get(bound, 0.0))
@@ -146,7 +136,7 @@ class Traffic:
     e2e: Histogram
 
     @classmethod
-    def of(cls, scrapes: Sequence[Scraped], names: ServerMetrics) -> Traffic:
+    def of(cls, scrapes: Sequence[Scrape], names: ServerMetrics) -> Traffic:
         """What two scrapes or more say. Raises :class:`EvaluationError` where too little happened between them, or where they
         are of several models."""
         first, last = scrapes[0], scrapes[-1]
@@ -154,13 +144,13 @@ class Traffic:
         if len(models := sorted({model for model, *_ in replicas})) > 1:
             raise EvaluationError(f"the server has metrics of several models, added up: {', '.join(models)}")
 
-        def grown(name: str, a: Scraped = first, b: Scraped = last) -> float:
+        def grown(name: str, a: Scrape = first, b: Scrape = last) -> float:
             return b.samples.get(name, 0.0) - a.samples.get(name, 0.0)
 
-        def ended_or_inside(a: Scraped = first, b: Scraped = last) -> float:
+        def ended_or_inside(a: Scrape = first, b: Scrape = last) -> float:
             return sum(grown(name, a, b) for name in (names.ended, names.running, names.waiting))
 
-        def begun_or_waiting(a: Scraped = first, b: Scraped = last) -> float:
+        def begun_or_waiting(a: Scrape = first, b: Scrape = last) -> float:
             return grown(f"{names.ttft_seconds}_count", a, b) + grown(names.waiting, a, b)
 
         def histogram(name: str) -> Histogram:
@@ -223,7 +213,7 @@ class Traffic:
 
 
 def _counted(
-    scrapes: Sequence[Scraped], came: Callable[[Scraped, Scraped], float], rate: float
+    scrapes: Sequence[Scrape], came: Callable[[Scrape, Scrape], float], rate: float
 ) -> Iterator[tuple[float, float]]:
     """(arrivals, seconds) of intervals in which :data:`_EXPECTED` or more are expected; what is left at the end is left out."""
     begin = scrapes[0]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from autotune.engines import Engine
 from autotune.profile import ModelFacts, Profile
 from autotune.profiling.calibrate import draw_setup, request_alone
-from autotune.profiling.setup import Setup
 from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, at_length_scale, named_rate, parse_workload
 from runtime.errors import InputError
@@ -94,21 +93,15 @@ def calibrated(
     *,
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
-    budget_s: float = CALIBRATE_S,
     classes: Sequence[RequestClass] = (),
 ) -> BenchLoad:
     """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what fills the engine."""
     workload = parse_workload(spec)
-    setup = setup_for(
-        engine,
-        model,
-        workload,
-        slo=slo,
-        seed=seed,
-        stop=stop,
-        advance=advance,
-        budget_s=budget_s,
-        classes=classes,
+    alone = request_alone(engine, model, seed=seed, stop=stop)
+    measured = measure_steps(engine, model, budget_s=CALIBRATE_S, seed=seed, stop=stop, advance=advance)
+    cost = measured.cost(measured.seconds).serving()
+    setup = draw_setup(
+        engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0, classes=classes
     )
     given = rate or _own_rate(spec)
     chosen = given or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
@@ -119,25 +112,4 @@ def calibrated(
         slo_from=setup.slo_from,
         classes=tuple(classes),
         rate_from="given" if given else f"{SHARE:.0%} of what fills the engine",
-    )
-
-
-def setup_for(
-    engine: Engine,
-    model: ModelFacts,
-    workload: Workload,
-    *,
-    seed: int,
-    slo: SLO | None = None,
-    stop: Callable[[], bool] | None = None,
-    advance: Callable[[float, str], None] = lambda share, note: None,
-    budget_s: float = CALIBRATE_S,
-    classes: Sequence[RequestClass] = (),
-) -> Setup:
-    """What a calibration of ``budget_s`` seconds says of ``workload`` on ``engine``; its rate is yet to be chosen."""
-    alone = request_alone(engine, model, seed=seed, stop=stop)
-    measured = measure_steps(engine, model, budget_s=budget_s, seed=seed, stop=stop, advance=advance)
-    cost = measured.cost(measured.seconds).serving()
-    return draw_setup(
-        engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0, classes=classes
     )

@@ -99,7 +99,7 @@ def advise(
     options(None)  # says what is wrong with the profile before anybody waits
     first, engine, metrics = _found(url)
     console = make_console(stderr=as_json)
-    display = Display(console, "")
+    display = Display(console)
     with stop_on_interrupt() as stop:
         try:
             scrapes = _watched(url, first, length, metrics, engine.title, display, stop)

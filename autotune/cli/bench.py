@@ -106,7 +106,7 @@ def bench(
     from autotune.bench import controlled, defaults, parse_fixed, plotting
     from autotune.bench import fixed as at
     from autotune.bench.loads import check_lasts
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import (
         check_dtype,
@@ -174,7 +174,7 @@ def bench(
 
     console = make_console(stderr=as_json)
     named = model_named(chosen, model or (None if given is None else given.model.name))
-    console.print(loading(named or "PyTorch", chosen.label), style="dim", markup=False, highlight=False, soft_wrap=True)
+    print_as_is(console, loading(named or "PyTorch", chosen.label), "dim")
     kind = device_kind(cpu, gpu)
     with stop_on_interrupt() as stop:
         found = machine(gpu=kind == "gpu")
@@ -186,15 +186,13 @@ def bench(
             )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
-        console.print(
-            heading(source.model.name, found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
-        )
+        print_as_is(console, heading(source.model.name, found, requested=cpu or gpu))
         others = [] if given is None else [
             measured_on_another(given.engine, source.name, source.version),
             stored_otherwise(given.model, source.model.kv_cache_dtype),
         ]  # fmt: skip
         for line in [*source.introduction, *(f"note: {other}" for other in others if other)]:
-            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+            print_as_is(console, line, "dim")
         tokens = source.default_kv_tokens()
         if tokens is not None:
             source = source.with_kv_tokens(tokens)
@@ -202,7 +200,7 @@ def bench(
             source = source.with_classes(with_classes)
         with running(source.start(limits=limits, seed=seed)) as live:
             if given is not None and (ladder := recorded_otherwise(given, live.facts.graphs, live.limits)):
-                console.print(f"note: {ladder}", style="dim", markup=False, highlight=False, soft_wrap=True)
+                print_as_is(console, f"note: {ladder}", "dim")
             run = _Run(
                 live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop, controller
             )
@@ -265,9 +263,10 @@ class _Run:
 
     def measure(self, load: BenchLoad) -> None:
         from autotune.bench import Failure, measure, turns
+        from autotune.cli.display import print_as_is
 
         planned = turns(self.contenders, self.rounds, self.seed)
-        self.console.print(self._head(load), markup=False, highlight=False, soft_wrap=True)
+        print_as_is(self.console, self._head(load))
         display = self._display()
         display.stage("measuring")
         begun, done = time.monotonic(), 0
@@ -299,7 +298,7 @@ class _Run:
     def _display(self) -> Display:
         from autotune.cli.display import Display
 
-        return Display(self.console, "")
+        return Display(self.console)
 
     def _head(self, load: BenchLoad) -> str:
         from autotune.workload import length_scale_in_words

@@ -60,7 +60,7 @@ def capacity(
     console = make_console(stderr=as_json)
     say(console, requested.head())
     scenario, start = requested.scenario, requested.profile.workload.rate
-    display = Display(console, "")
+    display = Display(console)
     known: dict[str, SettingCapacity] = {}
     best: Best | None = None
     stopped = False

@@ -59,7 +59,7 @@ def check(
     as_json: AsJsonOfARun = False,
 ) -> int:
     """Compare this machine with the profile."""
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import loading
     from autotune.measure.evaluate import EvaluationError, Interrupted
@@ -87,7 +87,7 @@ def check(
             )
     console = make_console(stderr=as_json)
     subject = loaded.function if isinstance(loaded, CallableProfile) else model or loaded.model.name
-    console.print(loading(subject, label(by)), style="dim", markup=False, highlight=False, soft_wrap=True)
+    print_as_is(console, loading(subject, label(by)), "dim")
     gpu = loaded.machine.kind == "gpu" and gpu_available()
     elsewhere = measured_elsewhere(loaded.machine, gpu=gpu)
     if elsewhere and not anyway:
@@ -125,7 +125,7 @@ def check(
         )
     else:
         for note in [*notes, *(f"note: {text}" for text in of_engine)]:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+            print_as_is(console, note)
         _show(found, console)
     return DONE if found.verdict == "fits" else FELL_SHORT
 
@@ -151,7 +151,7 @@ def _calls(
             f"inputs, {profile.inputs.file} at the time"
         )
     subject = load_subject(profile.function, inputs, profile.inputs.cost)
-    display, work = Display(console, ""), OtherWork()
+    display, work = Display(console), OtherWork()
     display.stage("checking")
     try:
         found = check_calls(
@@ -220,7 +220,7 @@ def _measured(
     engine = source.start(limits=facts.limits, seed=profile.seed)
     if ladder := recorded_otherwise(profile, engine.facts.graphs, engine.limits):
         differs.append(ladder)
-    display, work = Display(console, ""), OtherWork()
+    display, work = Display(console), OtherWork()
     needs = 1 if gpu else threads or 1
     with running(engine):
         display.stage("checking")

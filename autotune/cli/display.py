@@ -30,10 +30,15 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, highlight=False, width=min(WIDEST, console.width))
 
 
+def print_as_is(console: Console, text: str, style: str | None = None) -> None:
+    """Lines that are not folded, for what is copied or parsed; nothing in them is markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 class Display:
     """A :class:`autotune.profiling.reporting.Reporter` on a console."""
 
-    def __init__(self, console: Console, head: str) -> None:
+    def __init__(self, console: Console, head: str = "") -> None:
         self._console = console
         self._head = head
         self._bars: Progress | None = None
@@ -50,7 +55,7 @@ class Display:
             )
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, style="dim", soft_wrap=True)
+        print_as_is(self._console, text, "dim")
 
     def ready(self, setup: Setup) -> None:
         targets = ", ".join(f"{n} {v:g} ms" for n, v in setup.slo.targets_ms.items() if v is not None)
@@ -64,13 +69,11 @@ class Display:
         if setup.objective == "mean-e2e":
             why = f"{why}; attainment by it is only shown: the objective is the lowest mean E2E"
         classes = "".join(f"class {one}\n" for one in setup.classes)
-        self._console.print(
+        print_as_is(
+            self._console,
             f"{self._head}{scale}: prompts {setup.mean_prompt:.0f}, outputs {setup.mean_output:.0f} tokens on average\n"
             f"SLO {targets} for {setup.slo.attainment * 100:g}% of requests{why}\n{classes}"
             f"rate {setup.rate:.3g} req/s ({basis}); {setup.window_s:g} s windows",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
 
     def stage(self, name: str) -> None:
@@ -109,4 +112,4 @@ class Display:
 
     def _line(self, count: str, note: str) -> None:
         parts = (f"{self._stage:<12}", f"{count:>10}", f"{self._elapsed():>8}", note)
-        self._console.print("  ".join(parts).rstrip(), markup=False, highlight=False, soft_wrap=True)
+        print_as_is(self._console, "  ".join(parts).rstrip())

@@ -30,8 +30,8 @@ from autotune.cli import (
 )
 from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
 from autotune.cli.output import guarded
-from autotune.version import __version__
 from runtime.errors import InputError, ModelError
+from runtime.version import __version__
 
 # Typer has its own copy of click in some versions and imports click in others; the bases of its public error fit both.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

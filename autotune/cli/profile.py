@@ -30,7 +30,7 @@ from autotune.engines.named import DEFAULT, check_engine, choices, engine_named,
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from autotune.cli.profile_output import ProfiledEngine
+    from autotune.engines import Engine
     from autotune.profile.parts import ObjectiveName
     from autotune.profiling.findings import Findings
 
@@ -157,7 +157,7 @@ def profile(
             callable_name, inputs=inputs, cost=cost, strategy=strategy, most=most, replicas=replicas, slo=slo, rate=rate,
             budget=budget, out=out, seed=seed, fresh=fresh, as_json=as_json, arguments=context.obj,
         )  # fmt: skip
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.profile_output import Files, finish
     from autotune.cli.profile_study import Requested, stem, work
@@ -222,7 +222,7 @@ def profile(
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
-    console.print(loading(model or "PyTorch", chosen.label), style="dim", markup=False, highlight=False, soft_wrap=True)
+    print_as_is(console, loading(model or "PyTorch", chosen.label), "dim")
     kind = device_kind(cpu, gpu)
     if kind == "gpu" and budget is None and trials is None:
         question = replace(question, budget_s=seconds(GPU_BUDGET))
@@ -243,18 +243,16 @@ def profile(
         limits = source.limits
         space = replace(make_space(limits, pin or (), ranges or ()), stock=source.stock)
         question = replace(question, space=space)
-        console.print(
-            heading(model, found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
-        )
+        print_as_is(console, heading(model, found_machine, requested=cpu or gpu))
         for line in source.introduction:
-            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+            print_as_is(console, line, "dim")
         requested = Requested(
             source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question
         )
         command = shlex.join(["autotune", *without_passwords(context.obj)])
 
-        def write(found: Findings, subject: ProfiledEngine) -> int:
-            return finish(found, question, files, subject, console, command, as_json)
+        def write(found: Findings, live: Engine) -> int:
+            return finish(found, requested, live, files, console, command, as_json)
 
         try:
             return work(

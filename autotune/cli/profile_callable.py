@@ -124,7 +124,7 @@ def _sweep(
     as_json: bool,
 ) -> int:
     """Work on the study, write what was found, and say how it went; the exit code."""
-    from autotune.cli.display import Display
+    from autotune.cli.display import Display, print_as_is
     from autotune.measure.evaluate import EvaluationError
     from autotune.profile.callable import CallableProfile, save_callable_profile
     from autotune.profile.fingerprint import software
@@ -132,7 +132,7 @@ def _sweep(
     from autotune.profiling.callable import CallableSession, CallableTarget
     from autotune.report.callable_table import show
 
-    display = Display(console, "")
+    display = Display(console)
     display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
     try:
         found = CallableSession(CallableTarget(subject, replicas), question, study, display, stop=stop).run()
@@ -165,7 +165,7 @@ def _sweep(
     show(made, console)
     if found.stopped:
         stopped = f"stopped; best so far written to {place}. Run the same command to go on."
-        console.print(stopped, highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, stopped)
         return INTERRUPTED
     for line in (
         f"\nprofile  {place}",
@@ -174,7 +174,7 @@ def _sweep(
         f"         autotune export {place} --to triton{'' if made.inputs.cost is None else ' --allow-lossy'}"
         "        take it along, or --to ray-serve",
     ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, line)
     return DONE if made.slo_met else FELL_SHORT
 
 

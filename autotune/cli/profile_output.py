@@ -6,18 +6,18 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.cli.display import print_as_is
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.export import TARGETS, export
-from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, profile_text
+from autotune.profile import EngineFacts, KvPool, Profile, profile_text
 from autotune.profile.fingerprint import software
 from autotune.profile.text import is_profile, is_sidecar
 from autotune.profiling.assemble import assemble, of_engine, sidecar
-from autotune.profiling.findings import Findings, Question
+from autotune.profiling.findings import Findings
 from autotune.report.profile_table import show
 from autotune.writing import replaceable, writable, write_together
 from runtime.errors import InputError
@@ -25,6 +25,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autotune.cli.profile_study import Requested
     from autotune.engines import Engine
 
 NEXT = (
@@ -91,34 +92,21 @@ class Files:
         return files
 
 
-@dataclass(frozen=True)
-class ProfiledEngine:
-    """What is profiled. ``spec``: the workload as it was written; ``price``: of the machine, per hour; ``arguments``: of
-    the engine, as --engine-arg had them."""
-
-    engine: Engine
-    model: ModelFacts
-    machine: Machine
-    spec: str
-    price: float | None
-    arguments: Mapping[str, str]
-
-
 def finish(
     found: Findings,
-    question: Question,
+    requested: Requested,
+    engine: Engine,
     files: Files,
-    subject: ProfiledEngine,
     console: Console,
     command: str,
     as_json: bool,
 ) -> int:
     """Write the profile and its sidecar, show the table, and say how it went."""
-    engine, facts = subject.engine, subject.engine.facts
+    facts, question = engine.facts, requested.question
     parts = of_engine(
         found,
         question,
-        spec=subject.spec,
+        spec=requested.spec,
         engine=EngineFacts(
             name=facts.engine,
             version=facts.version,
@@ -127,15 +115,15 @@ def finish(
             prefix_cache=facts.prefix_cache,
             parallelism=facts.parallelism,
             growth_reserve=facts.growth_reserve,
-            options=dict(subject.arguments),
+            options=dict(requested.source.arguments),
         ),
-        model=subject.model,
+        model=requested.model,
         baseline=question.space.baseline,
         points_file=files.points,
-        price_per_hour=subject.price,
+        price_per_hour=requested.price,
     )
     made = assemble(
-        Profile, found, parts, name=files.profile.stem, command=command, machine=subject.machine, software=software()
+        Profile, found, parts, name=files.profile.stem, command=command, machine=requested.machine, software=software()
     )
     write_together({files.points: sidecar(found), files.profile: profile_text(made, files.profile)})
     if as_json:
@@ -152,15 +140,15 @@ def finish(
         count = f"{done} of {planned} validated" if done else f"{len(found.simulated)} simulated, none validated"
         why = f"stopped, for {found.fault}" if found.fault else "stopped"
         again = f"{why}; best so far written to {files.profile} ({count}). Run the same command to go on."
-        console.print(again, highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, again)
         return FELL_SHORT if found.fault else INTERRUPTED
-    console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
+    print_as_is(console, f"\nprofile  {files.profile}")
     for index, (step, what) in enumerate(next_steps(made, files.profile)):
         start = "" if index else "next"
-        console.print(f"{start:<7}  {step:<44}  # {what}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"{start:<7}  {step:<44}  # {what}")
     notes = [] if question.budget_s is None else [longer(question.budget_s)]
     if (activate := activation()) is not None:
         notes.append(f"`autotune` is not on your PATH: {activate}")
     for note in notes:
-        console.print(f"{'':<7}  {note}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"{'':<7}  {note}")
     return DONE if made.slo_met else FELL_SHORT

@@ -11,10 +11,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.display import Display
+from autotune.cli.display import Display, print_as_is
 from autotune.cli.exits import FELL_SHORT, INTERRUPTED
-from autotune.cli.profile_output import Files, ProfiledEngine
+from autotune.cli.profile_output import Files
 from autotune.cli.target import running
+from autotune.engines import Engine
 from autotune.engines.named import NamedSource, engine_identity
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
@@ -22,9 +23,9 @@ from autotune.profiling.pool import started
 from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, unwritable
 from autotune.profiling.study import SweepStudy, open_study, study_name
-from autotune.version import __version__
 from autotune.workload import Workload
 from runtime.knobs import KnobLimits
+from runtime.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,12 +76,12 @@ def work(
     limits: KnobLimits,
     fresh: bool,
     stop: Callable[[], bool],
-    write: Callable[[Findings, ProfiledEngine], int],
+    write: Callable[[Findings, Engine], int],
 ) -> int:
     """Work on the study until it is done or stopped, and have what was found written; the exit code."""
     facts, question, identity = requested.model, requested.question, requested.identity
     weights = "random weights, " if facts.random_weights else ""
-    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtypes}) · workload {requested.spec}"
+    head = f"model {facts.name} ({facts.size}, {weights}{facts.dtypes}) · workload {requested.spec}"
     display = Display(console, head)
     place: Path | SharedStorage = files.journal
     if storage is not None:
@@ -99,9 +100,6 @@ def work(
             study.put(_KEPT, kept)
         study.extend(question.budget_s, question.sim_trials)
         with running(started(study, requested.source, place, limits, question.seed)) as engine:
-            subject = ProfiledEngine(
-                engine, facts, requested.machine, requested.spec, requested.price, requested.source.arguments
-            )
             session = Session(engine, facts, question, study, display, stop=stop)
             try:
                 found = session.run()
@@ -109,13 +107,13 @@ def work(
                 display.close()
             if not found.settings():
                 why = f", for {found.fault}" if found.fault else ""
-                console.print(
+                print_as_is(
+                    console,
                     f"stopped{why} before the first trial was done; nothing written to {files.profile}. "
                     "Run the same command to go on.",
-                    highlight=False, markup=False, soft_wrap=True,
-                )  # fmt: skip
+                )
                 return FELL_SHORT if found.fault else INTERRUPTED
-            code = write(found, subject)
+            code = write(found, engine)
             if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew
                 study.finish(*bounds)
                 _let_go(study, files.journal)
@@ -161,7 +159,3 @@ def _let_go(study: SweepStudy, journal: Path) -> None:
         study.put(_KEPT, None)  # a file of that name may be somebody's from now on
         for name in kept:
             journal.with_name(name).unlink(missing_ok=True)
-
-
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"

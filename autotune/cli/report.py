@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,24 +55,23 @@ def report(
     as_json: AsJson = False,
 ) -> int:
     """Write the page; 2 when the file is neither a valid profile nor a log."""
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.cost.price import parse_price
     from autotune.profile import load_profile
     from autotune.report import gather, html
-    from autotune.report.files import find, is_decision_log, place
     from autotune.report.terminal import show
     from autotune.writing import write_whole
 
     money = None if price is None else parse_price(price)
-    path = find(profile)
-    if is_decision_log(path):
+    path = _find(profile)
+    if _is_decision_log(path):
         if price is not None:
             raise InputError(f"--price is {price}; it goes with a profile, and {path} is a decision log")
-        return _run(path, records, place(path, out), show_it=open_, as_json=as_json)
+        return _run(path, records, page_for(path, out), show_it=open_, as_json=as_json)
     if records is not None:
         raise InputError(f"--records is {records}; it goes with a decision log, and {path} is none")
     loaded = load_profile(path)
-    page = place(path, out)
+    page = page_for(path, out)
     console = make_console(stderr=as_json)
     if money is not None:
         loaded = loaded.model_copy(update={"price_per_hour": money})
@@ -83,17 +83,54 @@ def report(
         print(json.dumps(_essentials(made, page), allow_nan=False))
     else:
         show(made, console)
-        console.print(f"\nreport  {page}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"\nreport  {page}")
     if open_:
         _open(page, console)
     return DONE
+
+
+def _find(name: str) -> Path:
+    """The file ``name``, or the shipped profile of that name. Raises :class:`InputError`."""
+    from autotune.profile import find_profile
+
+    path = find_profile(name)
+    if os.path.isdir(path):  # false of a name too long, of which Path.is_dir raises
+        raise InputError(f"{name}: is a directory; name a profile, such as {name.rstrip('/')}/tiny-cpu.yaml")
+    return path
+
+
+def _is_decision_log(path: Path) -> bool:
+    """Whether the first line of ``path`` is a controller's decision. Raises :class:`InputError` if it cannot be read."""
+    from autotune.profile.text import LARGEST, first_object, is_decision
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return is_decision(first_object(text))
+
+
+def page_for(profile: Path, out: Path | None) -> Path:
+    """``out``, else a file beside the profile, or here for one that is shipped. Raises :class:`InputError`."""
+    from autotune.profile import shipped_profiles
+    from autotune.writing import replaceable, writable
+
+    if out is None:
+        here = Path() if profile in shipped_profiles().values() else profile.parent
+        out = here / f"{profile.stem}.html"
+    elif out.suffix not in (".html", ".htm"):
+        raise InputError(f"--out: {out} must end in .html, or no browser shows it")
+    writable("--out", out)
+    replaceable("--out", out, lambda begin: b'<meta name="generator" content="autotune' in begin, "is no report")
+    return out
 
 
 def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json: bool) -> int:
     """The same for a run under a controller."""
     import json
 
-    from autotune.cli.display import make_console
+    from autotune.cli.display import make_console, print_as_is
     from autotune.control.explain import summarize
     from autotune.report.run import compose, html, read_run
     from autotune.writing import write_whole
@@ -106,10 +143,10 @@ def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json:
         data = {"file": str(page), "log": str(log), "title": made.head.title, "sections": sections}
         print(json.dumps(data | {"decisions": len(made.run.decisions), "requests": len(made.run.records)}))
     else:
-        console.print(made.head.title, highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, made.head.title)
         for line in summarize(made.run.decisions).lines():
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\nreport  {page}", highlight=False, markup=False, soft_wrap=True)
+            print_as_is(console, line)
+        print_as_is(console, f"\nreport  {page}")
     if show_it:
         _open(page, console)
     return DONE
@@ -154,6 +191,8 @@ def _essentials(made: Report, page: Path) -> dict[str, Any]:
 def _open(page: Path, console: Console) -> None:
     import webbrowser
 
+    from autotune.cli.display import print_as_is
+
     address = page.resolve().as_uri()
     if not webbrowser.open(address):
-        console.print(f"no browser was found; open {address}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, f"no browser was found; open {address}")

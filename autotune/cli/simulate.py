@@ -66,7 +66,7 @@ def simulate(
     say(console, requested.head((offered, whose)))
     scenario = requested.scenario
     taken = scenario.distinct(range(seed, seed + seeds), requests)
-    display = Display(console, "")
+    display = Display(console)
     points: list[Point] = []
     known: dict[str, SettingCapacity] = {}
     best: Best | None = None

@@ -174,8 +174,8 @@ class SimulationOptions:
     def head(self, offered: tuple[float, str] | None = None) -> str:
         """What is simulated, a line each for machine, cost model and load; ``offered``: at which rate, and whose it is."""
         from autotune.profile.fingerprint import describe
-        from autotune.version import __version__
         from autotune.workload import length_scale_in_words
+        from runtime.version import __version__
 
         profile, load = self.profile, self.scenario.workload
         assert profile.cost_model is not None  # or there were no scenario

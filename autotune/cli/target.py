@@ -10,9 +10,9 @@ from autotune.engines import Engine
 from autotune.engines.named import NamedEngine
 from autotune.profile import Machine, ModelFacts
 from autotune.profile.fingerprint import describe, gpu_available, package_version
-from autotune.version import __version__
 from runtime.errors import InputError
 from runtime.tunable import ModelInfo
+from runtime.version import __version__
 
 
 def device_kind(cpu: bool, gpu: bool) -> Literal["cpu", "gpu"]:

@@ -266,7 +266,7 @@ def fit_cost_model(
 def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None, graphs: StepGraphs) -> CostModel:
     fitted = fit(points, graphs)
     values = dict(zip(fitted.shape.names, fitted.coefficients.tolist(), strict=True))
-    covariance = fitted.covariance.tolist()
+    covariance, off = fitted.covariance.tolist(), errors(points, fitted)
     if fitted.shape.experts:
         values[EXPERT_TOKENS] = fitted.shape.experts
         covariance = [[*row, 0.0] for row in covariance] + [[0.0] * len(values)]
@@ -277,8 +277,8 @@ def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None,
             covariance=tuple(map(tuple, covariance)),
             points=len(points),
             seconds=seconds,
-            error=statistics.median(errors(points, fitted)),
-            regions=_regions(points, fitted),
+            error=statistics.median(off),
+            regions=region_errors(points, off),
             learner=_learner(points, graphs),
             planned=planned,
             graph_sizes=graphs.decodes,
@@ -299,9 +299,10 @@ def errors(points: Sequence[StepPoint], fitted: Fitted) -> list[float]:
     return [abs(predicted / p.seconds - 1) for p, predicted in zip(points, fitted.held_out.tolist(), strict=True)]
 
 
-def _regions(points: Sequence[StepPoint], fitted: Fitted) -> tuple[RegionError, ...]:
+def region_errors(points: Sequence[StepPoint], errors: Sequence[float]) -> tuple[RegionError, ...]:
+    """The relative ``errors`` of ``points``, region by region."""
     by_region: dict[str, list[float]] = {}
-    for point, error in zip(points, errors(points, fitted), strict=True):
+    for point, error in zip(points, errors, strict=True):
         by_region.setdefault(point.region, []).append(error)
     return tuple(
         RegionError(region=name, points=len(e), median=statistics.median(e), p90=percentile(e, 90) or 0.0)

@@ -37,8 +37,10 @@ def per_million(price_per_hour: float, tokens_per_s: float) -> float | None:
     return price_per_hour / (tokens_per_s * 3600) * 1e6 if tokens_per_s > 0 else None
 
 
-def money(amount: float) -> str:
-    """Three digits, without a currency: it is whichever the price was in."""
+def money(amount: float | None) -> str:
+    """Three digits, without a currency: it is whichever the price was in. – for what is not known."""
+    if amount is None:
+        return "–"
     return f"{amount:.2f}" if amount >= 1 else f"{amount:.3g}"
 
 

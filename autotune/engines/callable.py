@@ -9,21 +9,18 @@ from typing import Any
 
 from runtime.batching.batcher import Batcher
 from runtime.batching.future import ItemFuture
-from runtime.clock import Clock
+from runtime.batching.tuning import TunableBatcher
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.llm.admission import AdmissionPolicy
-from runtime.llm.prefill_rate import RateSource
-from runtime.slo import SLO
-from runtime.tunable import Capabilities, Facts, Lease, Listener, SchedulerView, StepPolicy
 
 
-class CallableEngine:
+class CallableEngine(TunableBatcher):
     """``batcher`` with ``inputs``: ``submit(prompt)`` submits the input that ``prompt``'s first number picks, or, if it is
     empty, the next one. Raises ``ValueError`` without inputs."""
 
     def __init__(self, batcher: Batcher, inputs: Sequence[Any]) -> None:
         if not inputs:
             raise ValueError("inputs is empty; at least one item is needed")
+        super().__init__(batcher._pool)
         self.batcher = batcher
         self.inputs = inputs
         self._turns = count()
@@ -45,73 +42,6 @@ class CallableEngine:
 
     def close(self, drain: bool = True) -> None:
         self.batcher.close(drain)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.batcher.capabilities
-
-    @property
-    def facts(self) -> Facts:
-        return self.batcher.facts
-
-    @property
-    def clock(self) -> Clock:
-        return self.batcher.clock
-
-    @property
-    def limits(self) -> KnobLimits:
-        return self.batcher.limits
-
-    @property
-    def effective_limits(self) -> KnobLimits:
-        return self.batcher.effective_limits
-
-    @property
-    def knobs(self) -> Knobs:
-        return self.batcher.knobs
-
-    @property
-    def epoch(self) -> int:
-        return self.batcher.epoch
-
-    @property
-    def closed(self) -> bool:
-        return self.batcher.closed
-
-    @property
-    def slos(self) -> Mapping[str, SLO]:
-        return self.batcher.slos
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        return self.batcher.weights
-
-    @property
-    def admission(self) -> None:
-        return self.batcher.admission
-
-    def set_slo(self, slo: SLO | str, *, request_class: str = "default") -> None:
-        self.batcher.set_slo(slo, request_class=request_class)
-
-    def set_admission(
-        self, policy: AdmissionPolicy | None, *, source: RateSource | None = None, lease: Lease | None = None
-    ) -> None:
-        self.batcher.set_admission(policy, source=source, lease=lease)
-
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        return self.batcher.set_knobs(knobs, lease=lease)
-
-    def acquire(self, owner: str) -> Lease:
-        return self.batcher.acquire(owner)
-
-    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
-        self.batcher.set_step_policy(policy, lease=lease)
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        return self.batcher.subscribe(listener)
-
-    def view(self) -> SchedulerView:
-        return self.batcher.view()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autotune.export.source import Source
 from autotune.export.target import Entry, ExportTarget, Fit
-from autotune.version import __version__
+from runtime.version import __version__
 
 MARK = "written by `autotune export`"
 """In the first line of every file, so that one written by hand is never overwritten."""

@@ -14,8 +14,8 @@ import math
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass, slo_for, slos_of
 
-__all__ = ["EvaluationError", "Interrupted", "Recorder", "evaluate", "last_deadline", "wait_until_idle"]
+__all__ = ["EvaluationError", "Interrupted", "Recorder", "evaluate", "last_deadline", "recorded", "wait_until_idle"]
 
 QUEUED_S, TOKEN_S = 30.0, 0.1
 """What a request may take that its SLO gives no deadline (a bare ``ttft=`` or ``tpot=``): to its first token, and for each other
@@ -67,6 +67,17 @@ class Recorder:
     def on_request(self, record: RequestRecord) -> None:
         self.requests[record.id] = record
         self.changed.set()
+
+
+@contextmanager
+def recorded(engine: Engine) -> Iterator[Recorder]:
+    """Every record of ``engine`` until the block ends."""
+    recorder = Recorder()
+    unsubscribe = engine.subscribe(recorder)
+    try:
+        yield recorder
+    finally:
+        unsubscribe()
 
 
 class _Ceilings:
@@ -194,10 +205,10 @@ def _offered(workload: Workload, seed: int, duration: float) -> Sequence[Arrival
     return tuple(workload.arrivals(seed, duration=duration))
 
 
-def wait_until_idle(engine: Engine, *, patience: float = _IDLE_PATIENCE_S) -> None:
+def wait_until_idle(engine: Engine) -> None:
     """Wait until nothing runs or waits in ``engine``. Raises :class:`EvaluationError` if it does not come to rest."""
     clock, pause = engine.clock, waiting(engine)
-    give_up = clock.now() + patience
+    give_up = clock.now() + _IDLE_PATIENCE_S
     while (view := engine.view()).running or view.waiting:
         if clock.now() > give_up:
             raise EvaluationError(f"the engine did not come to rest: {view.running} running, {view.waiting} waiting")

@@ -16,10 +16,10 @@ import psutil
 
 from autotune.profile.document import Profile
 from autotune.profile.parts import EngineFacts, GpuInfo, Machine, ModelFacts, Software
-from autotune.version import __version__
 from runtime.knobs import KnobLimits
 from runtime.step_model import StepGraphs, next_size
 from runtime.tunable import own_kv_cache_dtype
+from runtime.version import __version__
 
 FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",

@@ -119,6 +119,11 @@ class ModelFacts(Part):
     )
 
     @property
+    def size(self) -> str:
+        """Its parameters for people: 1.1B, 57M."""
+        return f"{self.parameters / 1e9:.1f}B" if self.parameters >= 1e9 else f"{self.parameters / 1e6:.0f}M"
+
+    @property
     def dtypes(self) -> str:
         """For people: ``bfloat16``, or ``bfloat16, KV fp8``."""
         return self.dtype if self.kv_cache_dtype == "auto" else f"{self.dtype}, KV {self.kv_cache_dtype}"

@@ -6,6 +6,8 @@ from autotune.cost.model import CostModel
 from autotune.profile.document import Profile
 from runtime.step_model import Knowledge, StepFeatures
 
+_PROMPT = 2048  # tokens of a step by which prompts are timed
+
 
 def serving_speed(profile: Profile) -> float:
     """How fast the profile's machine was while it served, in units of what its cost model and ``serving_overhead_s`` say."""
@@ -24,11 +26,11 @@ def serving_cost(profile: Profile) -> CostModel:
     return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
 
 
-def prefill_rate(profile: Profile, tokens: int = 2048) -> float | None:
+def prefill_rate(profile: Profile) -> float | None:
     """Prompt tokens a second while nothing else is computed, by the profile; None when it holds no cost model."""
     if profile.cost_model is None:
         return None
-    most = min(tokens, profile.engine.limits.token_budget, profile.model.max_model_len)
+    most = min(_PROMPT, profile.engine.limits.token_budget, profile.model.max_model_len)
     return most / serving_cost(profile).predict(StepFeatures(0, 0, most, most, most * (most + 1) // 2, 1))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autotune.engines import Engine, Handle, waiting
-from autotune.measure.evaluate import EvaluationError, Interrupted, Recorder
+from autotune.measure.evaluate import EvaluationError, Interrupted, Recorder, recorded
 from autotune.profile.parts import Calibration, ModelFacts, ObjectiveName
 from autotune.profiling.setup import (
     LOAD,
@@ -61,15 +61,11 @@ def request_alone(engine: Engine, model: ModelFacts, *, seed: int, stop: Callabl
     engine.set_knobs(engine.limits.clamp(_FULL))
     found: list[RequestRecord] = []
     for probe in range(_PROBES + 1):
-        recorder = Recorder()
-        unsubscribe = engine.subscribe(recorder)
-        try:
+        with recorded(engine) as recorder:
             ids = prompt_ids(Arrival(0.0, prompt, _PROBE_OUTPUT, ((probe, prompt),)), model.vocab_size, seed + 7919)
             params = SamplingParams(max_tokens=_PROBE_OUTPUT, ignore_eos=True)
             handle = engine.submit(ids, params, request_id=f"alone-{probe}")
             _await(engine, recorder, handle, stop or (lambda: False))
-        finally:
-            unsubscribe()
         found += recorder.requests.values()
         for record in recorder.requests.values():
             if record.reason is FinishReason.ERROR:

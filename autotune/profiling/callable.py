@@ -36,12 +36,12 @@ from autotune.profiling.subject import Subject
 from autotune.profiling.target import Calibrated, Measurement, OfferedLoad, Proposals
 from autotune.profiling.timing import CALIBRATE_S, Meter, Schedule
 from autotune.simulate.batcher import SimulatedBatcher
-from autotune.version import __version__
 from autotune.workload import Workload, parse_workload
 from runtime.batching.groupings import Grouping
 from runtime.batching.item import Call
 from runtime.clock import Clock, MonotonicClock
 from runtime.slo import SLO
+from runtime.version import __version__
 
 ITEMS: Workload = parse_workload("poisson:rate=1,prompt=1,output=1")
 """Poisson arrivals; the number in each prompt says which of the inputs comes."""

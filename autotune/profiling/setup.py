@@ -30,6 +30,7 @@ MOST_RATE = 300.0
 """Requests/s one Python process sends on time beside an engine in the same process."""
 
 _FEWEST_REQUESTS = 20
+_LARGEST_BUDGET = 8192  # tokens, of the first guess
 _SEEDS_TRIED = 8  # for each that is taken
 
 DEFAULT_SLO = SLO(ttft_ms=500, tpot_ms=50)
@@ -147,21 +148,19 @@ def default_slo(cost: StepModel, mean_prompt: float) -> tuple[SLO, str]:
     )
 
 
-def fitted_knobs(
-    cost: StepModel, slo: SLO, rate: float, mean_output: float, mean_context: float = 0.0, most: int = 8192
-) -> Knobs:
+def fitted_knobs(cost: StepModel, slo: SLO, rate: float, mean_output: float, mean_context: float = 0.0) -> Knobs:
     """The calibration's own guess: as many slots as Little's law asks for, the largest budget that leaves TPOT within the SLO.
 
     Concurrency = rate · residence; a request decodes for about mean_output · target. Rounded to powers of two.
     """
     tpot = min((t for t in (slo.tpot_ms, slo.itl_ms) if t is not None), default=50.0) / 1000
     slots = _power_of_two(rate * mean_output * tpot * 0.8 + 2)
-    low, high = 16, most
+    low, high = 16, _LARGEST_BUDGET
     while low < high:  # the largest prompt whose step beside a full batch meets the target
         middle = (low + high + 1) // 2
         fits = cost.predict(typical_step(slots, middle, mean_context)) <= 0.9 * tpot
         low, high = (middle, high) if fits else (low, middle - 1)
-    budget = min(most, _power_of_two(slots + low))
+    budget = min(_LARGEST_BUDGET, _power_of_two(slots + low))
     return Knobs(max_batch_size=slots, max_wait_ms=0, token_budget=budget, chunk_size=budget)
 
 

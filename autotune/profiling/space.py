@@ -98,13 +98,6 @@ class SearchSpace:
         values = knobs.as_dict()
         return {name: _as(name, min(max(values[name], low), high)) for name, (low, high) in self.ranges.items()}
 
-    def contains(self, knobs: Knobs) -> bool:
-        """Whether the search could have proposed ``knobs``."""
-        values = knobs.as_dict()
-        return all(values[name] == value for name, value in self.pinned.items()) and all(
-            low <= values[name] <= high for name, (low, high) in self.ranges.items()
-        )
-
     def allows(self, knobs: Knobs) -> bool:
         """Whether ``knobs`` keep to what was requested: pins, and ranges that are not our own."""
         values = knobs.as_dict()

@@ -23,7 +23,7 @@ from autotune.cost.facts import JitterFacts, StepPoint
 from autotune.cost.fit import FEWEST, SERVED
 from autotune.cost.model import CostModel, fit_cost_model, with_predictions
 from autotune.engines import Engine
-from autotune.measure.evaluate import EvaluationError, Recorder, evaluate
+from autotune.measure.evaluate import EvaluationError, evaluate, recorded
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.drift import Drift, ReferenceStep
 from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
@@ -198,9 +198,7 @@ def served_steps(
         f"cap_prompt={min(longest, 8 * mix.prompt)},cap_output={min(longest, 8 * mix.output)}"
     ).at_rate(mix.rate)
     run = next(_RUNS)  # prompts of its own: no earlier run's prefixes are found in the cache
-    log = Recorder()
-    unsubscribe = engine.subscribe(log)
-    try:
+    with recorded(engine) as log:
         evaluate(
             engine,
             limits.clamp(Knobs(limits.max_batch_size, 0, limits.max_batch_size + 2 * mix.chunk, mix.chunk)),
@@ -213,8 +211,6 @@ def served_steps(
             label=f"mix-{run}",
             stop=stop,
         )
-    finally:
-        unsubscribe()
     return serving_samples(log.steps)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 from autotune.cost.model import CostModel
 from autotune.engines import Engine
 from autotune.engines.defaults import VLLM_LABEL
-from autotune.measure.evaluate import Recorder, evaluate
+from autotune.measure.evaluate import evaluate, recorded
 from autotune.measure.score import Score
 from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import CostFacts, ModelFacts, StepPoint
@@ -280,9 +280,7 @@ class EngineTarget:
     ) -> Measurement:
         """As in :class:`ProfilingTarget`. ``prompt_seed``: tokens of its own each time, so that no prefix of an earlier
         load is found."""
-        log = Recorder()
-        unsubscribe = self._engine.subscribe(log)
-        try:
+        with recorded(self._engine) as log:
             score = evaluate(
                 self._engine,
                 setting,
@@ -297,6 +295,4 @@ class EngineTarget:
                 stop=stop,
                 classes=setup.classes,
             )
-        finally:
-            unsubscribe()
         return Measurement(score, served_points(log.steps, self._engine.facts.graphs))

@@ -143,16 +143,14 @@ def line(x: Sequence[float | None], y: Sequence[float | None], *, colour: str, w
     return {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "hoverinfo": "skip", "line": style, **more}
 
 
-def rule(
-    *, x: float | None = None, y: float | None = None, colour: str = "@target", dash: str = "dot"
-) -> dict[str, Any]:
-    """A line across the whole plot at ``x`` or ``y``."""
+def rule(*, x: float | None = None, y: float | None = None, colour: str = "@target") -> dict[str, Any]:
+    """A dotted line across the whole plot at ``x`` or ``y``."""
     where = (
         {"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
         if x is not None
         else {"y0": y, "y1": y, "x0": 0, "x1": 1, "xref": "paper"}
     )
-    return {"type": "line", "line": {"color": colour, "width": 1.5, "dash": dash}, "layer": "below", **where}
+    return {"type": "line", "line": {"color": colour, "width": 1.5, "dash": "dot"}, "layer": "below", **where}
 
 
 def note(text: str, *, x: float, y: float, xref: str = "x", yref: str = "paper", **more: Any) -> dict[str, Any]:

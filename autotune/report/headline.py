@@ -13,7 +13,17 @@ from autotune.report.evidence import Evidence, LatencyBound, targets, trial_of
 from autotune.report.profile_table import cheapest, warnings
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
-from autotune.report.wording import counted, mean_cell, mean_title, ms, number, percent, plus_minus, target_share
+from autotune.report.wording import (
+    counted,
+    mean_cell,
+    mean_title,
+    ms,
+    number,
+    percent,
+    plus_minus,
+    sentence,
+    target_share,
+)
 from autotune.workload.options import fraction
 from runtime.knobs import KNOBS
 
@@ -69,7 +79,7 @@ def headline(evidence: Evidence) -> Headline:
     with_it = f"{_BY_SIMULATION}: with" if simulated else "With"
     meaning = (
         f"{with_it} the {purpose} setting, {profile.model.name} on {_machine(evidence)} {does}: {stands.sentence}.",
-        _sentence(profile.verdict),
+        sentence(profile.verdict),
     )
     return Headline(
         title=f"{_BY_SIMULATION}: {stands.short}" if simulated else stands.short,
@@ -77,7 +87,7 @@ def headline(evidence: Evidence) -> Headline:
         tone=tone,
         meaning=meaning,
         sure=_sure(evidence),
-        cost=None if (said := cheapest(profile)) is None else _sentence(said),
+        cost=None if (said := cheapest(profile)) is None else sentence(said),
         knobs=tuple(Figure(s.name, f"{getattr(chosen.knobs, s.name):,g}", s.unit, s.doc) for s in KNOBS),
         gave="What they give by simulation" if simulated else "What they gave",
         figures=_figures(evidence),
@@ -116,18 +126,12 @@ def _status(evidence: Evidence) -> tuple[str, str]:
 def _sure(evidence: Evidence) -> str:
     found = evidence.profile.confidence
     if found is not None:
-        return _sentence(found.sentence)
+        return sentence(found.sentence)
     if evidence.simulated:
         return "Nothing was measured: the choice rests on simulation alone."
     if evidence.recommended.point.stage == "search":
         return "Not validated: the choice rests on one short measurement of each setting."
     return "How sure the choice is was not worked out for this profile."
-
-
-def _sentence(text: str) -> str:
-    """A capital first and a full stop last."""
-    text = text.strip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _figures(evidence: Evidence) -> tuple[Figure, ...]:
@@ -136,7 +140,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
     figure, interval = objective.figure(point), objective.interval(point)
     compared_by = Figure(
         objective.measure.name,
-        "–" if figure is None else number(figure),
+        number(figure),
         objective.measure.unit,
         stands.beside or ("" if interval is None else f"{number(interval.low)} to {number(interval.high)}"),
         "good" if stands.clear else "",
@@ -194,14 +198,13 @@ def _price_words(evidence: Evidence, point: Point) -> tuple[str, ...]:
 def _facts(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     profile = evidence.profile
     model, load = profile.model, profile.workload
-    size = f"{model.parameters / 1e9:.1f}B" if model.parameters >= 1e9 else f"{model.parameters / 1e6:.0f}M"
     scale = "" if load.length_scale == 1 else f", lengths × {fraction(load.length_scale)}"
     bounds = ", ".join(
         f"{name.upper()} {value:,g} ms" for name, value in profile.slo.targets_ms.items() if value is not None
     )
     return (
         ("Machine", describe(profile.machine)),
-        ("Model", f"{model.name}, {size}, {model.dtypes}{', random weights' if model.random_weights else ''}"),
+        ("Model", f"{model.name}, {model.size}, {model.dtypes}{', random weights' if model.random_weights else ''}"),
         ("Workload", f"{load.spec}{scale}: {load.description}"),
         ("SLO", f"{bounds} for {target_share(profile.slo.attainment)} of requests"),
         *((f"Class {one.name}", f"{one.slo}, weight {one.weight:g}") for one in profile.classes),
@@ -229,7 +232,6 @@ def _purposes(evidence: Evidence) -> Table:
         rows.append((VLLM_LABEL, profile.baseline))
     cells = []
     for name, p in rows:
-        cost = Objective.of(profile).cost(p.throughput.mean)
         cells.append(
             (
                 name,
@@ -238,8 +240,8 @@ def _purposes(evidence: Evidence) -> Table:
                 percent(p.attainment),
                 plus_minus(p),
                 number(p.throughput.mean, 4),
-                *("–" if value is None else number(value) for value in (p.ttft_p99_ms, p.tpot_p99_ms)),
-                *([("–" if cost is None else money(cost))] if priced else []),
+                *(number(value) for value in (p.ttft_p99_ms, p.tpot_p99_ms)),
+                *([money(Objective.of(profile).cost(p.throughput.mean))] if priced else []),
             )
         )
     marked = frozenset(n for n, (name, _) in enumerate(rows) if name == RECOMMENDED)

@@ -16,7 +16,7 @@ from autotune.report.headline import Headline, headline
 from autotune.report.panels import capacity, classes, history, latency, paired, pareto, provenance, sensitivity, steps
 from autotune.report.section import Section
 from autotune.simulate.sensitivity import Sensitivity, one_at_a_time
-from autotune.version import __version__
+from runtime.version import __version__
 
 _HERE = Path(__file__).parent / "template"
 

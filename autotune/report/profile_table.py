@@ -14,7 +14,7 @@ from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Set
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
 from autotune.report.tables import Detail, class_table, fullest, latency, setting_cells, setting_table
-from autotune.report.wording import compared, times
+from autotune.report.wording import compared, sentence, times
 from runtime.knobs import KNOBS, Knobs
 
 OTHERS, EVERY_PURPOSE = "also Pareto", "every purpose"
@@ -71,7 +71,7 @@ def _drawn(profile: Profile, detail: Detail) -> Table:
             f"{point.attainment * 100:.0f}%{interval}",
             f"{point.goodput.mean:.1f}{spread}",
             *((f"{point.throughput.mean:.0f}",) if full else ()),
-            *(() if price is None else (_cost(profile, point),)),
+            *(() if price is None else (money(Objective.of(profile).cost(point.throughput.mean)),)),
             _ms(point.ttft_p99_ms),
             _ms(point.tpot_p99_ms),
             *((mark if full else mark[:1],) if marked else ()),
@@ -224,14 +224,7 @@ def _percent(ratio: float) -> str:
 
 def warnings(profile: Profile) -> tuple[str, ...]:
     """What about the run makes its figures unreliable, a sentence each."""
-    return tuple(
-        text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in profile.warnings
-    )
-
-
-def _cost(profile: Profile, point: Point) -> str:
-    cost = Objective.of(profile).cost(point.throughput.mean)
-    return "–" if cost is None else money(cost)
+    return tuple(sentence(text) for text in profile.warnings)
 
 
 def cheapest(profile: Profile) -> str | None:

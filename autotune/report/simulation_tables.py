@@ -53,7 +53,9 @@ def _simulated(
     if full:
         shown["preempted"] = lambda p: str(p.preemptions)
     if price is not None:
-        shown["/M tokens" if barest else "/M tokens\nat this rate"] = lambda p: _price(price, p.throughput.mean)
+        shown["/M tokens" if barest else "/M tokens\nat this rate"] = lambda p: money(
+            per_million(price, p.throughput.mean)
+        )
     drawn = setting_table(shown, detail)
     for point in points:
         style = "" if attained(point, slo, classes) else "dim"
@@ -97,7 +99,7 @@ def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: 
             *(("–" if running is None else f"{running:.1f}",) if full else ()),
         ]
         if price is not None:
-            figures.append("–" if one.unbounded else _price(price, one.throughput))
+            figures.append("–" if one.unbounded else money(per_million(price, one.throughput)))
         _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "", detail)
     return drawn
 
@@ -193,8 +195,3 @@ def _between(point: Point, detail: Detail) -> str:
 def _middle(values: Iterable[float | None]) -> float | None:
     known = sorted(value for value in values if value is not None)
     return known[len(known) // 2] if known else None
-
-
-def _price(per_hour: float, tokens_per_s: float) -> str:
-    cost = per_million(per_hour, tokens_per_s)
-    return "–" if cost is None else money(cost)

@@ -22,9 +22,9 @@ STAGES = {
 _DEFAULTS = " defaults"  # behind the name of the engine whose they are
 
 
-def number(value: float, digits: int = 3) -> str:
-    """``digits`` significant ones, but no whole number cut: 0.123, 11.2, 1,904."""
-    if not math.isfinite(value):
+def number(value: float | None, digits: int = 3) -> str:
+    """``digits`` significant ones, but no whole number cut: 0.123, 11.2, 1,904. – for None and what is no number."""
+    if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
         return "0"
@@ -100,9 +100,7 @@ def mean_title(objective: Objective) -> tuple[str, ...]:
 
 def mean_cell(objective: Objective, found: Performance) -> tuple[str, ...]:
     """The cell of :func:`mean_title`'s column."""
-    if not objective.measure.lowest:
-        return ()
-    return ("–" if (figure := objective.figure(found)) is None else number(figure),)
+    return (number(objective.figure(found)),) if objective.measure.lowest else ()
 
 
 def setting(knobs: Knobs) -> str:
@@ -119,6 +117,17 @@ def short_setting(knobs: Knobs) -> str:
 def counted(number: int, what: str) -> str:
     """1 core, 2 cores."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def cut(text: str, most: int) -> str:
+    """``text``, of which no more than ``most`` letters are shown."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def sentence(text: str) -> str:
+    """A capital first and a full stop last."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def listed(words: Iterable[str]) -> str:

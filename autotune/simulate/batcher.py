@@ -74,7 +74,7 @@ class SimulatedBatcher(TunableBatcher):
     """Serves items in virtual time: ``service`` says what a call that runs alone takes, in seconds.
 
     ``costs``: of the inputs; a prompt's first number says which of them comes. ``strategy``, ``grouping``, ``slo`` (one, or one
-    for each class), ``knobs``, ``limits`` and ``max_queue`` are those of :class:`runtime.Batcher`, ``workers`` its replicas.
+    for each class), ``knobs`` and ``limits`` are those of :class:`runtime.Batcher`, ``workers`` its replicas.
     ``slowdown``: how many times as long a call takes while so many run. ``failure``: why the function fails for an item, empty
     where it does not. Not to be shared between threads, but for turning knobs.
 
@@ -92,15 +92,12 @@ class SimulatedBatcher(TunableBatcher):
         knobs: Knobs | None = None,
         limits: KnobLimits | None = None,
         workers: int = 1,
-        max_queue: int = 100_000,
         slowdown: Callable[[int], float] | None = None,
         failure: Callable[[Item], str] | None = None,
     ) -> None:
         if not costs:
             raise ValueError("costs is empty; at least one input is needed")
-        core = BatchCore(
-            strategy_of(strategy), grouping, slo=slo, knobs=knobs, limits=limits, workers=workers, max_queue=max_queue
-        )
+        core = BatchCore(strategy_of(strategy), grouping, slo=slo, knobs=knobs, limits=limits, workers=workers)
         self._calls = VirtualPool(core, service, self._tell, slowdown=slowdown, failure=failure)
         self._tuned = _Tuned(core, self._calls.clock)
         super().__init__(self._tuned)

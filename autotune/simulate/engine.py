@@ -19,29 +19,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Self
+from typing import Self, TypeVar
 
 from autotune.profile.parts import JitterFacts
 from autotune.simulate.drafts import Acceptances, LikelyDrafter
 from autotune.simulate.executor import CostExecutor
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
 from autotune.simulate.open_loop import offer_open_loop
-from autotune.simulate.tuning import TunableSimulation
 from autotune.workload import Arrival, ReplayReport
-from runtime.errors import RejectedError
+from runtime.clock import VirtualClock
+from runtime.errors import EngineClosedError, RejectedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import EngineCore
 from runtime.llm.intake import never_ran
 from runtime.llm.prefix import block_hashes
 from runtime.llm.scheduler import Finished, Scheduler
+from runtime.llm.tuning import TunableCore
 from runtime.ordering import Ordering
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams
 from runtime.request import Sequence as RunningSequence
+from runtime.shared.listeners import Listeners
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import NO_GRAPHS, StepGraphs, StepModel
-from runtime.tunable import Facts
+from runtime.tunable import Capabilities, Facts, Listener, SchedulerView
+
+T = TypeVar("T")
 
 _ASK_EVERY = 256  # steps between two questions whether to stop
 _PARAMS = SamplingParams()
@@ -62,7 +66,7 @@ class SimulatedRequest:
         return self._engine.end(self._sequence, FinishReason.CANCELLED, "by the client")
 
 
-class SimulatedEngine(TunableSimulation):
+class SimulatedEngine(TunableCore):
     """Serves requests in virtual time on the machine that ``cost`` describes (seconds of a step).
 
     ``kv_tokens``, ``block_size``: the KV pool, in tokens; ``prefix_cache``: prompts share the KV of equal beginnings;
@@ -73,9 +77,12 @@ class SimulatedEngine(TunableSimulation):
     fact that it tells; ``cost`` says what padding takes. ``fast_forward=False`` makes every step by itself, with
     the same results. ``acceptance``: the probability that a drafted token is right, of all requests or by class; at 0 none is
     drafted, whatever ``draft_tokens`` says. Not to be shared between threads, but for turning knobs.
+    :meth:`set_slo` takes any class.
 
     Raises ``ValueError`` for arguments out of bounds.
     """
+
+    clock: VirtualClock
 
     def __init__(
         self,
@@ -120,12 +127,15 @@ class SimulatedEngine(TunableSimulation):
         executor = CostExecutor(
             cost, noise=noise, jitter=jitter, seed=seed, by_time=jitter_by_time, acceptance=acceptance
         )
-        weights = {c.name: c.weight for c in classes}
-        facts = Facts(
+        core = EngineCore(scheduler, executor, knobs=knobs, limits=limits)
+        super().__init__(core, Listeners(), VirtualClock(), slos, {c.name: c.weight for c in classes})
+        self.core, self.scheduler = core, scheduler
+        self._facts = Facts(
             "simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve,
             graphs=graphs,
         )  # fmt: skip
-        super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights, facts)
+        self._closed = False
+        self._woken = False  # whether something has come that may end a wait
         if admission:
             self.set_admission(admission)
         self.fast_forward = fast_forward
@@ -218,10 +228,6 @@ class SimulatedEngine(TunableSimulation):
         left = [*self.scheduler.decodes, *self.scheduler.prefills, *self.scheduler.waiting]
         return sum(self.end(sequence, FinishReason.CANCELLED, cause) for sequence in left)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self, drain: bool = True) -> None:
         """Accept nothing more; serve what was accepted to its end (``drain=False``: cancel it). Any number of times.
 
@@ -238,6 +244,50 @@ class SimulatedEngine(TunableSimulation):
 
     def __exit__(self, kind: type[BaseException] | None, error: object, at: object) -> None:
         self.close(drain=kind is None)
+
+    # -- as a controller sees it --------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the live engine, in virtual time."""
+        return Capabilities.live(virtual_time=True)
+
+    @property
+    def facts(self) -> Facts:
+        return self._facts
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def kv_tokens(self) -> int:
+        """Size of the KV pool."""
+        return self._facts.kv_tokens
+
+    @property
+    def block_size(self) -> int:
+        return self._facts.block_size
+
+    def _change(self, change: Callable[[], T]) -> T:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        self._woken = True
+        return change()
+
+    def _post(self, change: Callable[[], None]) -> None:
+        self._change(change)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have ``listener`` hear every record; returns a function that ends it.
+
+        A listener with ``on_run(record, ends)`` is told of identical steps at once: the record of all of them, and when each
+        ended. Without it, every step is made and told by itself.
+        """
+        return super().subscribe(listener)
+
+    def view(self) -> SchedulerView:
+        return self.core.view(self.clock.now())
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ class Synthetic:
     process: ArrivalProcess
     lengths: LengthModel
     request_class: str = "default"
-    tenant: str = ""
 
     @property
     def rate(self) -> float:
@@ -35,4 +34,4 @@ class Synthetic:
         when = times(self.process, generator(seed, Stream.TIMES))
         how_long = pairs(self.lengths, generator(seed, Stream.LENGTHS))
         for time, (prompt, output), segment in zip(when, how_long, segment_seeds(seed), strict=False):
-            yield Arrival(time, prompt, output, ((segment, prompt),), self.request_class, self.tenant)
+            yield Arrival(time, prompt, output, ((segment, prompt),), self.request_class)

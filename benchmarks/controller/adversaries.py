@@ -129,7 +129,7 @@ def _parsed(text: str) -> Workload:
 
 @cache
 def _two_cores() -> StepModel:
-    """Of a profile of 22 November 2026: the one that ships is made anew when steps become faster, and scenarios must not change."""
+    """Of a profile of 22 November 2026: the one that ships is made anew when steps get faster; scenarios must not change."""
     return serving_cost(load_profile(Path(__file__).parents[1] / "data" / "two_cores.yaml"))
 
 

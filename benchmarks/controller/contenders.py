@@ -34,8 +34,6 @@ from runtime.ordering import Hybrid
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 
-GROUPS = ("fixed", "rivals", "knobs", "full")
-
 Layer = Literal["knobs", "budget", "order", "full", "relegate"]
 LAYERS: Final[Mapping[Layer, str]] = {
     "knobs": "knobs",

@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import Recorder, evaluate
+from autotune.measure.evaluate import evaluate, recorded
 from autotune.measure.score import Score
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.steps import measure_steps
@@ -162,10 +162,9 @@ class Bench:
     def run(self, number: int, case: Case, workload: Workload) -> None:
         """One real run, compared with what is simulated by the calibration before it. ``number`` 0 does not count; its arrivals
         are others, if not from a trace."""
-        timed, log = self.tight if case.tight else self.roomy, Recorder()
+        timed = self.tight if case.tight else self.roomy
         busy, looked = others(), timed.looked()
-        unsubscribe = timed.engine.subscribe(log)
-        try:
+        with recorded(timed.engine) as log:
             real = evaluate(
                 timed.engine,
                 case.knobs,
@@ -177,8 +176,6 @@ class Bench:
                 duration=self.duration if number else self.duration / 2,
                 label=f"{case.name}-{number}",
             )
-        finally:
-            unsubscribe()
         if not number:
             return
         spent = others()

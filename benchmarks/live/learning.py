@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 from autotune.bench import fixed
 from autotune.cost.model import CostModel, fit_cost_model
-from autotune.measure.evaluate import Recorder
+from autotune.measure.evaluate import recorded
 from autotune.profiling.steps import measure_steps, serving_samples
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
@@ -33,22 +32,11 @@ def served(
 ) -> CostModel:
     """``cost`` at the speed at which the machine serves: a process gets faster in its first minutes, and a calibration may have
     met a slow moment. ``seconds`` of each of ``cases``, and nobody sees how they fare. Raises as :func:`calibrate`."""
-    with watched(machine) as steps:
+    with recorded(machine.engine) as log:
         for number, case in enumerate(cases):
             turn(machine, case, fixed(_MIDDLING), 0, _SEED + number, _SEED + number, seconds, stop)
-    speed = speed_in(steps, cost)
+    speed = speed_in(log.steps, cost)
     return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
-
-
-@contextmanager
-def watched(machine: Machine) -> Iterator[list[StepRecord]]:
-    """The steps that are made in the block, as they end."""
-    log = Recorder()
-    unsubscribe = machine.engine.subscribe(log)
-    try:
-        yield log.steps
-    finally:
-        unsubscribe()
 
 
 def speed_in(steps: Sequence[StepRecord], cost: CostModel) -> float:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
-from autotune.measure.evaluate import Recorder, evaluate
+from autotune.measure.evaluate import evaluate, recorded
 from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
@@ -123,15 +123,12 @@ class Machine:
 
     def serve(self, knobs: Knobs, arrivals: Sequence[Arrival], seed: int) -> tuple[list[RequestRecord], float]:
         """``arrivals`` under ``knobs`` to the end: records, and seconds from the first arrival to the last token."""
-        engine, recorder = self.engine, Recorder()
+        engine = self.engine
         engine.set_knobs(LIMITS.clamp(knobs))
-        unsubscribe = engine.subscribe(recorder)
-        try:
+        with recorded(engine) as recorder:
             begun = engine.clock.now()
             engine.serve(arrivals, label=f"bench-{seed}", prompt_seed=seed)
             engine.run()
-        finally:
-            unsubscribe()
         return list(recorder.requests.values()), engine.clock.now() - begun
 
 

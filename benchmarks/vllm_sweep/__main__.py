@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import Interrupted
+from autotune.measure.evaluate import Interrupted, recorded
 from autotune.profiling.findings import Question
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session
@@ -55,7 +55,7 @@ from autotune.profiling.space import make_space
 from autotune.profiling.study import open_study
 from benchmarks.command import command, exit_code, say, seconds, share
 from benchmarks.live import loads
-from benchmarks.live.learning import calibrate, served, speed_in, watched
+from benchmarks.live.learning import calibrate, served, speed_in
 from benchmarks.live.machine import Machine
 from benchmarks.sweep.cases import Grid
 from benchmarks.sweep.rivals import Choice, auto_tune, exhaustive, load_seed, tpe
@@ -186,9 +186,9 @@ class Speeds:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        with watched(self._machine) as steps:
+        with recorded(self._machine.engine) as log:
             yield
-        self.found[part] = round(speed_in(steps, self._cost), 3)
+        self.found[part] = round(speed_in(log.steps, self._cost), 3)
         say(f"{part}: steps at {self.found[part]:.0%} of the speed that the load was made for")
 
     def said(self) -> dict[str, object]:

@@ -27,7 +27,7 @@ from runtime.shared.ceilings import MemoryCeilings, StepLoad
 from runtime.shared.expiries import Expiries
 from runtime.shared.settings import Settings
 from runtime.step_model import StepFeatures
-from runtime.tunable import SchedulerView, StepPolicy
+from runtime.tunable import SchedulerView
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Core(Adjustable, Protocol):
 
 
 class EngineCore:
-    """The engine without its thread. ``set_knobs`` may be called from any thread, everything else from one."""
+    """The engine without its thread. ``settings`` may be changed from any thread, everything else from one."""
 
     def __init__(
         self,
@@ -132,31 +132,6 @@ class EngineCore:
         self._last_end = -inf
 
     @property
-    def limits(self) -> KnobLimits:
-        return self.settings.limits
-
-    @property
-    def effective_limits(self) -> KnobLimits:
-        return self.settings.effective_limits
-
-    @property
-    def policy(self) -> StepPolicy | None:
-        """Gives each step its own budget, below the knob."""
-        return self.settings.policy
-
-    @policy.setter
-    def policy(self, policy: StepPolicy | None) -> None:
-        self.settings.set_policy(policy)
-
-    @property
-    def knobs(self) -> Knobs:
-        return self.settings.current[1]
-
-    @property
-    def epoch(self) -> int:
-        return self.settings.current[0]
-
-    @property
     def waiting(self) -> Sized:
         return self.scheduler.waiting
 
@@ -174,10 +149,6 @@ class EngineCore:
         admission = self.scheduler.admission
         expiry = self._expiries.next
         return expiry if admission is None else min(expiry, admission.next_timeout)
-
-    def set_knobs(self, knobs: Knobs) -> int:
-        """As :meth:`runtime.shared.settings.Settings.set_knobs`."""
-        return self.settings.set_knobs(knobs)
 
     @property
     def admission(self) -> AdmissionPolicy | None:
@@ -235,7 +206,7 @@ class EngineCore:
         return SchedulerView(
             now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
             decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
-            min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.effective_limits,
+            min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.settings.effective_limits,
             slack.step_time_target, in_progress, token_deadlines, waiting.relegated_tokens,
             None if behind is None else StepFeatures.of_plan(behind.plan),
             0.0 if behind is None else max(behind.start, self._last_end),
@@ -417,7 +388,7 @@ class EngineCore:
             changed = not result.failed and self.memory.fitted(load)
         if changed:
             self.settings.limit(self.memory.effective)
-        ceilings = self.effective_limits
+        ceilings = self.settings.effective_limits
         if self._flight is None:  # else behind it: while ceilings are lowered, nothing is launched ahead
             self.scheduler.shed(min(ceilings.max_batch_size, ceilings.token_budget))
 

@@ -153,7 +153,7 @@ class Engine(TunableEngine):
             most_sampled=limits.max_batch_size,
         )
         core = EngineCore(scheduler, parts.executor, knobs=knobs, limits=limits, output=output)
-        core.policy = step_policy
+        core.settings.set_policy(step_policy)
         self._ids = itertools.count(1)
         self._max_queue = max_queue
         weights = {c.name: c.weight for c in classes}

@@ -54,10 +54,10 @@ class Scheduler:
     step can be planned (if :attr:`can_plan_ahead`); ``settle(unsettled, result)`` takes the result in. Between the plan and
     ``commit``, requests may be added and finished. ``slos`` (class -> SLO) feed
     :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
-    are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
-    a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
-    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back. ``drafter`` guesses tokens where
-    ``draft_tokens`` allows it; without one that knob does nothing. Plans with drafts are for :meth:`update` alone.
+    are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``growth_reserve``: free KV
+    blocks kept for each decode when a prompt is admitted. ``before_preempting`` is called before a sequence is made to give its
+    blocks back. ``drafter`` guesses tokens where ``draft_tokens`` allows it; without one that knob does nothing. Plans with
+    drafts are for :meth:`update` alone.
     ``most_sampled``: rows of logits that a step with drafts may have, one for each drafted token among them, as there is memory
     for no more; None: any number.
     """
@@ -70,7 +70,6 @@ class Scheduler:
         ordering: str | Ordering = "priority",
         slos: Mapping[str, SLO] | None = None,
         hasher: TokenHasher | None = None,
-        fast_forward: bool = False,
         growth_reserve: int = 1,
         drafter: Drafter | None = None,
         most_sampled: int | None = None,
@@ -85,7 +84,8 @@ class Scheduler:
         self.rejected: list[Finished] = []
         self.preemptions = 0
         self._planned_at = 0  # preemptions until the last plan
-        self.fast_forward = fast_forward
+        self.fast_forward = False
+        """Whether a plan may stand for many identical decode steps."""
         self.growth_reserve = growth_reserve
         self.most_request_tokens = kv_blocks * block_size + 1
         """The longest prompt + output that can ever run, alone in the whole pool. The last token needs no KV."""

@@ -142,12 +142,12 @@ class ChatShape:
         return {"token": self._text(token_id), "logprob": logprob, "bytes": self._text.raw(token_id)}
 
 
-def frame(answer_id: str, kind: str, model: str, created: int | None = None) -> dict[str, Any]:
+def frame(answer_id: str, kind: str, model: str) -> dict[str, Any]:
     """What every answer and event begins with."""
     return {
         "id": answer_id,
         "object": kind,
-        "created": int(time.time()) if created is None else created,
+        "created": int(time.time()),
         "model": model,
     }
 

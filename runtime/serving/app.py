@@ -47,13 +47,12 @@ class Api:
         engine: Engine,
         *,
         served_name: str | None = None,
-        metrics: ServingMetrics | None = None,
         keep: Sequence[Callable[[], None]] = (),
         regime: Callable[[], str] | None = None,
     ) -> None:
         self.engine = engine
         self.name = served_name or engine.model.name
-        self.metrics = metrics or ServingMetrics(engine, served_name=self.name, regime=regime)
+        self.metrics = ServingMetrics(engine, served_name=self.name, regime=regime)
         self.lifecycle = Lifecycle()
         self._keep = (self.metrics.fold, *keep)
         self._failing: set[Callable[[], None]] = set()  # of them

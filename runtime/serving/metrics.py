@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from os import fspath
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,18 +23,12 @@ from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, FinishReason, Limi
 from runtime.serving.histogram import LatencyHistogram, bounds_with
 from runtime.slo import METRICS, find_slo, wilson_interval
 from runtime.tunable import Tunable
+from runtime.version import __version__
 
 PREFIX: Final = "autotune_"
 WINDOW_S: Final = 60.0
 REJECTIONS: Final = ("queue_full", SLO_REASON, QUEUE_TIMEOUT_REASON, "closed", "invalid")
 """Why a request may have been rejected: causes of records, ``invalid`` for what could never run."""
-
-
-class ObservedEngine(Tunable, Protocol):
-    """An engine that these metrics can be of."""
-
-    @property
-    def closed(self) -> bool: ...
 
 
 class ServingMetrics(Collector):
@@ -44,7 +37,7 @@ class ServingMetrics(Collector):
 
     def __init__(
         self,
-        engine: ObservedEngine,
+        engine: Tunable,
         *,
         served_name: str | None = None,
         window_s: float = WINDOW_S,
@@ -149,7 +142,7 @@ class ServingMetrics(Collector):
         view = engine.view()
         self.fold()
         info = GaugeMetricFamily(f"{PREFIX}info", "What is served; always 1", labels=["model", "version"])
-        info.add_metric([self._name, _version()], 1)
+        info.add_metric([self._name, __version__], 1)
         yield info
         if self._regime is not None:
             regime = GaugeMetricFamily(
@@ -258,10 +251,3 @@ class ServingMetrics(Collector):
 
 def _share(met: int, offered: int) -> float:
     return met / offered if offered else float("nan")
-
-
-def _version() -> str:
-    try:
-        return version("gpu-autotune")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "unknown"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _NOISE = 0.05  # deviation of a step from what can be predicted at all, relative: the unit of covariances
+_PRIOR = 100.0  # variance of each coefficient before anything is known
+_CLIP = 4.0
 
 
 class RecursiveLeastSquares:
@@ -12,20 +14,19 @@ class RecursiveLeastSquares:
 
     Each sample is divided by its own result, so that relative errors are what is made small; a stall ten times too long
     then speaks with a tenth of the weight. ``forgetting`` is the weight that old knowledge keeps in the direction of each new
-    input. ``clip`` bounds a relative residual to that many times the usual one (a running mean, at least 1%).
+    input. A relative residual counts for at most four times the usual one (a running mean, at least 1%).
     """
 
-    __slots__ = ("_clip", "_cov", "_forgetting", "_free", "_info", "coefficients", "samples", "spread")
+    __slots__ = ("_cov", "_forgetting", "_free", "_info", "coefficients", "samples", "spread")
 
-    def __init__(self, n: int, *, forgetting: float = 0.98, prior: float = 100.0, clip: float = 4.0) -> None:
+    def __init__(self, n: int, *, forgetting: float = 0.98) -> None:
         self.coefficients = [0.0] * n
         self._free = [0.0] * n  # the same without the bound at zero: the recursion needs it undisturbed
         self.samples = 0
         self.spread = 0.0
         self._forgetting = forgetting
-        self._clip = clip
-        self._cov = [[prior if i == j else 0.0 for j in range(n)] for i in range(n)]
-        self._info = [[1 / prior if i == j else 0.0 for j in range(n)] for i in range(n)]
+        self._cov = [[_PRIOR if i == j else 0.0 for j in range(n)] for i in range(n)]
+        self._info = [[1 / _PRIOR if i == j else 0.0 for j in range(n)] for i in range(n)]
 
     def predict(self, x: Sequence[float]) -> float:
         return sum(map(float.__mul__, self.coefficients, x))
@@ -58,7 +59,7 @@ class RecursiveLeastSquares:
         px, gain_of = self._absorb_three(*x) if len(x) == 3 else self._absorb(x)
         step = residual
         if self.samples > 2 * len(x):
-            most = self._clip * max(self.spread, 0.01)
+            most = _CLIP * max(self.spread, 0.01)
             step = min(max(residual, -most), most)
         self.samples += 1
         weight = max(0.05, 1 / self.samples)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from runtime.knobs import KnobLimits, Knobs
-from runtime.tunable import SchedulerView, StepPolicy
+from runtime.tunable import LeaseHolder, SchedulerView, StepPolicy
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,17 @@ class Settings:
         """(epoch, knobs) in force."""
         self.policy: StepPolicy | None = None
         """Gives each step its own budget, below the knob. Set by :meth:`set_policy`."""
+        self.lease = LeaseHolder()
+        """The right to turn the knobs: one, however many faces they are turned through."""
         self._turning = threading.Lock()  # so that no two settings get one epoch
+
+    @property
+    def knobs(self) -> Knobs:
+        return self.current[1]
+
+    @property
+    def epoch(self) -> int:
+        return self.current[0]
 
     def set_knobs(self, knobs: Knobs) -> int:
         """Put ``knobs`` in force from the next step on; returns the epoch, which grows only if something changed.

@@ -12,7 +12,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.shared.listeners import Listeners
 from runtime.shared.settings import Settings
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import Lease, Listener, SchedulerView, StepPolicy
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Tuning(ABC):
         self.clock = clock
         """Of every record."""
         self._slos = slos
-        self._lease = LeaseHolder()
+        self._lease = settings.lease
 
     @abstractmethod
     def _change(self, change: Callable[[], T]) -> T:
@@ -62,12 +62,12 @@ class Tuning(ABC):
     @property
     def knobs(self) -> Knobs:
         """Those in force."""
-        return self._settings.current[1]
+        return self._settings.knobs
 
     @property
     def epoch(self) -> int:
         """The number of the knob setting in force."""
-        return self._settings.current[0]
+        return self._settings.epoch
 
     @property
     def slos(self) -> Mapping[str, SLO]:

@@ -15,11 +15,12 @@ from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Controller, Proposal, SLOAware
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import StepRecord
 from runtime.shared.ceilings import StepLoad
 from runtime.slo import SLO
 from tests.contract.contract_of_controllers import ALL, LOAD, NAMES, SLOS, explained, make
 from tests.engines import bench
+from tests.fakes import Records
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
 from tests.waiting import until
 
@@ -91,16 +92,9 @@ def test_bounds_and_pins_and_ceilings_that_shrink(name: str, monkeypatch: pytest
             monkeypatch.undo()
             return execute(plan, now, until)._replace(oom=[StepLoad(8, 400, 400)])
 
-        class InForce:
-            def on_step(self, record: StepRecord) -> None:
-                in_force.append((engine.knobs, engine.effective_limits))
-
-            def on_request(self, record: RequestRecord) -> None:
-                pass
-
         in_force: list[tuple[Knobs, KnobLimits]] = []
         monkeypatch.setattr(engine.core.executor, "execute", ran_out)
-        engine.subscribe(InForce())
+        engine.subscribe(Records(act=lambda _: in_force.append((engine.knobs, engine.effective_limits))))
         engine.play([(engine.now + t, p, o) for t, p, o in LOAD])
         assert min(knobs.token_budget for knobs, _ in in_force) <= 200
         assert all(limits.check(knobs) for knobs, limits in in_force)
@@ -172,22 +166,14 @@ def test_turns_its_knob_and_says_why(name: str) -> None:
 def test_goes_by_the_slo_in_force(name: str) -> None:
     """Tightened in mid-run, through the engine: the steps of a controller that is told of it grow shorter."""
     engine = SimulatedEngine(h200)
-    steps: list[StepRecord] = []
-
-    class Heard:
-        def on_step(self, record: StepRecord) -> None:
-            steps.append(record)
-
-        def on_request(self, record: object) -> None:
-            pass
-
-    engine.subscribe(Heard())
+    heard = Records()
+    engine.subscribe(heard)
     tokens = []
     with control(engine, slo=SLO(tpot_ms=100), controller=name):
         for slo in (SLO(tpot_ms=100), SLO(tpot_ms=12)):
             engine.set_slo(slo)
             engine.play(poisson(20, 12, 1500, 100, seed=2, start=engine.now))
-            late = steps[len(steps) // 2 :]
+            late = heard.steps[len(heard.steps) // 2 :]
             tokens.append(max(s.tokens for s in late))
-            steps.clear()
+            heard.steps.clear()
     assert tokens[1] < 0.5 * tokens[0]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from autotune.cost.shape import EXPERT_TOKENS, Shape
 from autotune.profile import dump_profile, load_profile, save_profile
 from autotune.profile.serving import serving_cost, serving_knowledge
 from autotune.simulate import SimulatedEngine
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import StepRecord
 from runtime.request import SamplingParams
 from runtime.step_model import (
     NO_GRAPHS,
@@ -37,6 +37,7 @@ from runtime.step_model import (
 )
 from tests.building import step_points
 from tests.sample_profile import full_profile, sample_cost_model
+from tests.unit.simulated_cases import Everything
 
 ROOT = Path(__file__).parents[2]
 PIECES: tuple[Piece, ...] = ("decode", "mixed")
@@ -95,28 +96,12 @@ class Predictor:
         return 1e-3
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.runs = 0
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
-        self.runs += 1
-        self.steps += record.split(ends)
-
-    def on_request(self, record: RequestRecord) -> None:
-        pass
-
-
-def served(cost: Any, *, fast_forward: bool = True) -> Heard:
+def served(cost: Any, *, fast_forward: bool = True) -> Everything:
     """The steps of a few prompts of unlike lengths, in chunks, and of their answers."""
     engine = SimulatedEngine(cost, kv_tokens=1 << 16, fast_forward=fast_forward)
     engine.set_knobs(engine.knobs.with_(token_budget=256, chunk_size=96))
-    heard = Heard()
-    engine.subscribe(cast(Any, heard))
+    heard = Everything()
+    engine.subscribe(heard)
     for i, length in enumerate((40, 333, 1000, 7, 128)):
         engine.submit(range(1000 * i, 1000 * i + length), SamplingParams(max_tokens=20 + i))
     engine.run()

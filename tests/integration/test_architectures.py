@@ -176,11 +176,11 @@ def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_B
         elif not waiting and not core.has_work:
             break
         if rng.random() < 0.5:
-            before = core.epoch
+            before = core.settings.epoch
             knobs = random_knobs(rng)
             if drafts:
                 knobs = knobs.with_(draft_tokens=rng.choice((0, 1, 3, 7)))
-            changes += core.set_knobs(knobs) > before
+            changes += core.settings.set_knobs(knobs) > before
         outcome = core.step(clock.now())
         scheduler.check_integrity()
         clock.advance(0.001)

@@ -151,7 +151,7 @@ def run(
     preemptions, now = 0, 1000.0
     while core.has_work:
         if knobs is not None:
-            core.set_knobs(knobs if isinstance(knobs, Knobs) else next(knobs))
+            core.settings.set_knobs(knobs if isinstance(knobs, Knobs) else next(knobs))
         outcome = core.step(now)
         now += 1.0
         if outcome.record is not None:

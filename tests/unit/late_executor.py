@@ -304,7 +304,7 @@ class LateWorld:
 
     def set_knobs(self, knobs: Knobs) -> None:
         self.ran_before = max(self.ran_before, self.scheduler.running)
-        self.core.set_knobs(knobs)
+        self.core.settings.set_knobs(knobs)
 
     def step(self) -> StepOutcome:
         epoch, knobs = self.core.settings.current

@@ -147,7 +147,7 @@ class World:
 
     def set_knobs(self, knobs: Knobs) -> None:
         self.drained_sequences = max(self.drained_sequences, self.scheduler.running)
-        self.core.set_knobs(knobs)
+        self.core.settings.set_knobs(knobs)
 
     def cancel(self, sequence: Sequence) -> None:
         record = self.core.finish(sequence, FinishReason.CANCELLED, self.now)
@@ -156,7 +156,7 @@ class World:
 
     def step(self) -> StepOutcome:
         begun_before = [(s, s.preemptions) for s in self.scheduler.prefills]
-        knobs = self.core.knobs  # a step that runs out of memory lowers them
+        knobs = self.core.settings.knobs  # a step that runs out of memory lowers them
         outcome = self.core.step(self.now)
         for sequence, record in outcome.finished:
             self._ended(sequence, record)
@@ -215,7 +215,7 @@ class World:
         """What waits is held by the window: never a request that has run before, and none for longer than the knob says."""
         held = [s for s in self.live if s.state == "waiting"]
         assert not any(s.preemptions for s in held), "the wait window holds a preempted request"
-        until = min(s.request.arrival for s in held) + self.core.knobs.max_wait_ms / 1e3
+        until = min(s.request.arrival for s in held) + self.core.settings.knobs.max_wait_ms / 1e3
         assert self.now < wake_at <= until, "held for longer than max_wait_ms"
 
     def _ended(self, sequence: Sequence, record: RequestRecord) -> None:

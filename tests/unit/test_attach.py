@@ -68,7 +68,7 @@ def test_one_controller_at_a_time() -> None:
             engine.set_knobs(Knobs())
     with control(engine, slo="ttft=1s"):
         assert engine.slos["default"] == SLO(ttft_ms=1000)
-    assert engine.core.policy is None and not engine.listeners
+    assert engine.core.settings.policy is None and not engine.listeners
 
 
 def test_needs_an_slo() -> None:
@@ -110,7 +110,7 @@ def test_observing_sets_nothing_but_says_what_it_would() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO_, observe_only=True) as attached:
         engine.play(LOAD)
-        assert engine.knobs == VLLM and engine.epoch == 0 and engine.core.policy is None
+        assert engine.knobs == VLLM and engine.epoch == 0 and engine.core.settings.policy is None
         would = [d for d in attached.decisions if d.action == "observe"]
         assert would and "(would set)" in describe(would[0])[0]
 
@@ -161,7 +161,7 @@ def test_kill_switch_puts_the_old_knobs_back() -> None:
     assert engine.knobs != VLLM
     attached.kill()
     attached.kill()
-    assert engine.knobs == VLLM and engine.core.policy is None and attached.status().ended
+    assert engine.knobs == VLLM and engine.core.settings.policy is None and attached.status().ended
     engine.acquire("another").release()
 
 

@@ -12,14 +12,13 @@ from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
-from runtime.records import RequestRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepModel
+from tests.fakes import Records
 
 TTFT, TPOT = 0.5, 0.03
 SECONDS = 240
 PROMPTS, ANSWERS = [400, 900, 1600, 2500, 4600], [6, 12, 20, 35, 60]
-MEAN = sum(PROMPTS) / len(PROMPTS)
 DEAR = 0.010, 0.014, 45e-6
 """A step of decodes alone, what any prompt adds, and a prompt token, s: 512 tokens take longer than the target."""
 CHEAP = 0.012, 0.0, 60e-6
@@ -46,21 +45,13 @@ def served(steps: Steps, rate: float, budget: int) -> tuple[float, int]:
         steps, kv_tokens=10**7, knobs=Knobs(512, 0, budget, budget), prefix_cache=False, max_queue=10**6,
         admission=AdmissionPolicy(late=None, queue_timeout=None, order=None),
     )  # fmt: skip
-    records: list[RequestRecord] = []
-    decodes: list[int] = []
-
-    class Listener:
-        def on_request(self, record: RequestRecord) -> None:
-            records.append(record)
-
-        def on_step(self, record: object) -> None:
-            decodes.append(record.decodes)  # type: ignore[attr-defined]
-
-    engine.subscribe(Listener())
+    heard = Records()
+    engine.subscribe(heard)
     engine.serve(arrivals)
     engine.run()
     slo = SLO(ttft_ms=1e3 * TTFT, tpot_ms=1e3 * TPOT)
-    return sum(slo.met(r) for r in records) / len(records), max(1, sorted(decodes)[len(decodes) // 2])
+    decodes = sorted(step.decodes for step in heard.steps)
+    return sum(map(slo.met, heard.requests)) / len(heard.requests), max(1, decodes[len(decodes) // 2])
 
 
 def predicted(steps: Steps, rate: float, budget: int, decodes: int) -> float:

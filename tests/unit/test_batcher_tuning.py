@@ -138,6 +138,15 @@ def test_it_is_measured_like_an_engine() -> None:
     assert score.attainment > 0.95
 
 
+def test_who_holds_a_batcher_holds_it_with_inputs_too() -> None:
+    with Batcher(same) as b, b.acquire("somebody") as lease:
+        served = CallableEngine(b, ["a"])
+        with pytest.raises(LeaseError):
+            served.set_knobs(max_batch_size=8)
+        served.set_knobs(max_batch_size=8, lease=lease)
+        assert b.knobs.max_batch_size == 8
+
+
 def test_inputs_are_needed_to_measure() -> None:
     with Batcher(same) as b, pytest.raises(ValueError, match="inputs is empty"):
         CallableEngine(b, [])

@@ -17,7 +17,7 @@ from tests.unit.scheduler_world import CheckingExecutor, World
 
 def test_time_out_in_the_queue_wakes_the_engine_and_ends_the_request() -> None:
     w = World(kv_blocks=20)
-    w.core.set_knobs(Knobs(4, 10_000, 64, 64))
+    w.core.settings.set_knobs(Knobs(4, 10_000, 64, 64))
     w.add([1, 2], expires=2.5)
     outcome = w.step()
     assert outcome.record is None and outcome.wake_at == 2.5 == w.core.next_expiry
@@ -42,7 +42,7 @@ def test_knobs_above_the_limits_are_refused_and_the_old_ones_stay() -> None:
     w.core.settings.limits = KnobLimits(max_batch_size=8)
     before = w.core.settings.current
     with pytest.raises(ValueError, match="max_batch_size is 9"):
-        w.core.set_knobs(Knobs(max_batch_size=9))
+        w.core.settings.set_knobs(Knobs(max_batch_size=9))
     assert w.core.settings.current is before
 
 
@@ -56,7 +56,7 @@ def test_an_executor_that_raises_fails_its_step_and_nothing_else(caplog: pytest.
             return super().execute(plan, now, until)
 
     w.executor = w.core.executor = Breaks()
-    w.core.set_knobs(Knobs(1, 0, 64, 64))
+    w.core.settings.set_knobs(Knobs(1, 0, 64, 64))
     w.add([1], 3)
     w.add([2], 3)
     w.add([3], 3)
@@ -82,15 +82,16 @@ def test_out_of_memory_lowers_the_effective_limits_and_the_knobs_in_force() -> N
             )
 
     w.executor = w.core.executor = Tight()
-    w.core.set_knobs(Knobs(8, 0, 40, 40))
+    w.core.settings.set_knobs(Knobs(8, 0, 40, 40))
     w.add([1] * 24, 3)
     w.core.step(0.0)
-    assert w.core.effective_limits.token_budget == 12 == w.core.knobs.token_budget
-    assert w.core.effective_limits.chunk_size == 12 and w.core.knobs.max_batch_size == 8
-    assert w.core.limits.token_budget == 8192
-    w.core.set_knobs(Knobs(8, 0, 40, 40))
-    assert w.core.knobs.token_budget == 12, "above the effective limit knobs are lowered to it"
-    assert w.core.effective_limits.max_batch_size == w.core.limits.max_batch_size, "one sequence was never too many"
+    assert w.core.settings.effective_limits.token_budget == 12 == w.core.settings.knobs.token_budget
+    assert w.core.settings.effective_limits.chunk_size == 12 and w.core.settings.knobs.max_batch_size == 8
+    assert w.core.settings.limits.token_budget == 8192
+    w.core.settings.set_knobs(Knobs(8, 0, 40, 40))
+    assert w.core.settings.knobs.token_budget == 12, "above the effective limit knobs are lowered to it"
+    settings = w.core.settings
+    assert settings.effective_limits.max_batch_size == settings.limits.max_batch_size, "one sequence was never too many"
 
 
 class Short(CheckingExecutor):
@@ -114,7 +115,7 @@ class Short(CheckingExecutor):
 
 def test_decodes_above_a_lowered_ceiling_are_preempted_once_and_lose_nothing() -> None:
     w = World(kv_blocks=200)
-    w.core.set_knobs(Knobs(16, 0, 64, 64))
+    w.core.settings.set_knobs(Knobs(16, 0, 64, 64))
     short = w.executor = w.core.executor = Short()
     short.most = 99
     for i in range(8):
@@ -124,13 +125,13 @@ def test_decodes_above_a_lowered_ceiling_are_preempted_once_and_lose_nothing() -
     assert w.scheduler.running == 8
     short.most = 4
     w.step()
-    assert w.core.effective_limits.max_batch_size == 4
+    assert w.core.settings.effective_limits.max_batch_size == 4
     assert w.scheduler.running == 4, "those above the ceiling wait"
     failures = []
     while w.live:
         record = w.step().record
         assert record is None or record.running <= 4
-        failures.append(w.core.effective_limits.max_batch_size)
+        failures.append(w.core.settings.effective_limits.max_batch_size)
     assert set(failures) == {4}, "no further step ran out of memory"
     assert sum(step.preemptions for step in w.steps) == 4
     assert all(r.reason is FinishReason.LENGTH and r.output_tokens == 12 for r in w.records.values())
@@ -141,14 +142,14 @@ def test_a_fault_that_has_passed_is_forgotten() -> None:
     """One step of two sequences ran out of memory; it once left one sequence at a time for good."""
     w = World(kv_blocks=400)
     knobs = Knobs(16, 0, 64, 64)
-    w.core.set_knobs(knobs)
+    w.core.settings.set_knobs(knobs)
     short = w.executor = w.core.executor = Short()
     short.most = 1
     w.add([1] * 4, 100)
     w.add([2] * 4, 100)
     w.step()
     short.most = 99
-    assert w.core.effective_limits.max_batch_size == 1 == w.core.knobs.max_batch_size
+    assert w.core.settings.effective_limits.max_batch_size == 1 == w.core.settings.knobs.max_batch_size
     for i in range(20):
         w.add([i + 3] * 4, 100)
     for _ in range(64 * 14):
@@ -156,14 +157,14 @@ def test_a_fault_that_has_passed_is_forgotten() -> None:
             w.step()
         else:
             w.add([1], 100)
-    assert w.core.effective_limits.max_batch_size >= 16 and w.core.knobs.max_batch_size == 16
+    assert w.core.settings.effective_limits.max_batch_size >= 16 and w.core.settings.knobs.max_batch_size == 16
     w.drain()
 
 
 @pytest.mark.slow
 def test_a_shortage_that_stays_is_run_into_ever_more_rarely() -> None:
     w = World(kv_blocks=4000)
-    w.core.set_knobs(Knobs(16, 0, 64, 64))
+    w.core.settings.set_knobs(Knobs(16, 0, 64, 64))
     w.executor = w.core.executor = Short()
     ran_out = []
     for step in range(1500):
@@ -185,11 +186,11 @@ def test_a_policy_that_raises_is_taken_off(caplog: pytest.LogCaptureFixture) -> 
             raise ZeroDivisionError("oops")
 
     w = World(kv_blocks=20)
-    w.core.policy = Bad()
+    w.core.settings.policy = Bad()
     w.add([1] * 12, 2)
     with caplog.at_level(logging.ERROR):
         assert w.step().record is not None
-    assert w.core.policy is None and "step policy failed" in caplog.text
+    assert w.core.settings.policy is None and "step policy failed" in caplog.text
     w.drain()
 
 
@@ -200,14 +201,14 @@ def test_a_policy_that_raises_leaves_one_that_was_set_meanwhile() -> None:
 
     class Superseded:
         def budget(self, view: object) -> int:
-            w.core.policy = new  # as another thread may, in this very moment
+            w.core.settings.policy = new  # as another thread may, in this very moment
             raise ZeroDivisionError("oops")
 
     w, new = World(kv_blocks=20), Whole()
-    w.core.policy = Superseded()
+    w.core.settings.policy = Superseded()
     w.add([1] * 12, 2)
     w.step()
-    assert w.core.policy is new
+    assert w.core.settings.policy is new
     w.drain()
 
 
@@ -217,19 +218,19 @@ def test_a_policy_bounds_one_step_and_the_record_says_so() -> None:
             return 5
 
     w = World(kv_blocks=20)
-    w.core.policy = Small()
-    epoch = w.core.epoch
+    w.core.settings.policy = Small()
+    epoch = w.core.settings.epoch
     w.add([1] * 12, 2)
     record = w.step().record
     assert record is not None and record.budget_used == 5 == record.prefill_tokens
     assert record.prefill_context == 5 and record.prefill_attention == 15 and record.limited_by == "budget"
-    assert w.core.epoch == epoch
+    assert w.core.settings.epoch == epoch
     w.drain()
 
 
 def test_finish_in_every_state() -> None:
     w = World(kv_blocks=20)
-    w.core.set_knobs(Knobs(2, 0, 8, 4))
+    w.core.settings.set_knobs(Knobs(2, 0, 8, 4))
     decoding = w.add([1, 2], 9)
     w.step()
     prefilling, waiting = w.add([2] * 8, 9), w.add([3] * 8, 9)

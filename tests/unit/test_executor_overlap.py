@@ -196,7 +196,7 @@ def test_a_step_that_does_not_fit_runs_in_parts(backend: Backend) -> None:
     while core.has_work:
         core.step(1.0)
     assert [s.output for s in sequences] == expected
-    assert core.effective_limits.token_budget < 48
+    assert core.settings.effective_limits.token_budget < 48
 
 
 def test_an_engine_streams_and_cancels_while_steps_overlap(monkeypatch: pytest.MonkeyPatch) -> None:

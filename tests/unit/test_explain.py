@@ -17,10 +17,11 @@ from autotune.control.explain import summarize, timeline
 from autotune.control.tally import ClassTally, losses
 from autotune.workload import Arrival
 from runtime.knobs import Knobs
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import FinishReason, RequestRecord
 from runtime.serving.record_log import RecordLog
 from runtime.slo import SLO, RequestClass
 from tests.building import request_record
+from tests.fakes import Records
 from tests.unit.control_world import VLLM, Formula, SimulatedEngine, h200, poisson
 
 START = Knobs(64, 0, 2048, 2048)
@@ -269,23 +270,15 @@ def overloaded(path: Path) -> tuple[simulate.SimulatedEngine, dict[str, list[Req
     """Twice what the machine serves: chats that cannot be met are rejected, batch requests wait."""
     slos = [RequestClass("chat", SLO(ttft_ms=500)), RequestClass("batch", SLO(ttft_ms=1000), 0.2)]
     engine = simulate.SimulatedEngine(Formula(h200), kv_tokens=760_000, knobs=VLLM, classes=slos, prefix_cache=False)
-    seen: dict[str, list[RequestRecord]] = {"chat": [], "batch": []}
-
-    class Listener:
-        def on_step(self, record: StepRecord) -> None:
-            pass
-
-        def on_request(self, record: RequestRecord) -> None:
-            seen[record.request_class].append(record)
-
-    engine.subscribe(Listener())
+    heard = Records()
+    engine.subscribe(heard)
     with control(engine, slo=SLO(ttft_ms=500), log=path, admission=True):
         for number, (due, prompt, output) in enumerate(poisson(120, 6, 1000, 50, seed=1)):
             engine.run_until(due)
             name = "batch" if number % 4 == 0 else "chat"
             engine.offer(Arrival(due, prompt, output, ((number, prompt),), name), f"{number}", due=due, shared=False)
         engine.run()
-    return engine, seen
+    return engine, {name: [r for r in heard.requests if r.request_class == name] for name in ("chat", "batch")}
 
 
 def test_a_simulated_run_says_where_goodput_went_in_virtual_time(

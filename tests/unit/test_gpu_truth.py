@@ -12,9 +12,9 @@ import pytest
 from benchmarks.gpu_truth import ALL, BASE, COARSE, LADDER, RECORDED, Flags, Truth, load, names, simulated_engine
 from benchmarks.gpu_truth.truth import PROMPTS, alike
 from runtime.errors import InputError
-from runtime.records import StepRecord
 from runtime.request import SamplingParams
 from runtime.step_model import StepFeatures, StepGraphs
+from tests.fakes import Records
 
 pytestmark = pytest.mark.unit
 
@@ -161,20 +161,9 @@ def test_it_is_copied_to_other_processes() -> None:
     assert copied.step_seconds(9, 9000, [(64, 64)]) == truth.step_seconds(9, 9000, [(64, 64)])
 
 
-class Log:
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, record: object) -> None:
-        pass
-
-
 def test_the_engine_s_steps_take_what_the_truth_says_of_their_very_chunks() -> None:
     truth, rng = load("h100-llama3-8b", ALL), random.Random(1)
-    engine, log = simulated_engine(truth), Log()
+    engine, log = simulated_engine(truth), Records()
     engine.subscribe(log)
     lengths = [17, 4000, 900]
     for length in lengths:

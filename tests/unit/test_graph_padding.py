@@ -26,6 +26,7 @@ from runtime.request import SamplingParams
 from runtime.step_model import NO_GRAPHS, TERMS, Knowledge, StepFeatures, StepGraphs, StepLearner, Term
 from runtime.torch_backend.resident import batch_ladder
 from tests.building import step_points
+from tests.fakes import Records
 from tests.sample_profile import full_profile, sample_cost_model
 
 LADDER = StepGraphs(batch_ladder(256))
@@ -180,20 +181,12 @@ def test_the_simulator_pads() -> None:
     """Five sequences that decode take as long as eight with the same context would."""
     model = fit_cost_model(points(), graphs=LADDER)
     engine = SimulatedEngine(model, kv_tokens=1 << 16, graphs=LADDER)
-    seen: list[tuple[StepFeatures, float]] = []
-
-    class Listener:
-        def on_step(self, record: object) -> None:
-            seen.append((StepFeatures.of(record), record.duration))  # type: ignore[arg-type,attr-defined]
-
-        def on_request(self, record: object) -> None:
-            """Steps are what is asked for."""
-
-    engine.subscribe(Listener())
+    heard = Records()
+    engine.subscribe(heard)
     for i in range(5):
         engine.submit(range(1000 * i, 1000 * i + 40), SamplingParams(max_tokens=20))
     engine.run()
-    alone = [(step, seconds) for step, seconds in seen if step.decodes == 5 and not step.chunks]
+    alone = [(StepFeatures.of(step), step.duration) for step in heard.steps if step.decodes == 5 and not step.chunks]
     assert len(alone) > 10 and engine.facts.graphs == LADDER
     host = model.facts.coefficients["decode_s"]
     for step, seconds in alone:

@@ -93,7 +93,7 @@ def play(world: LateWorld, script: list[tuple[Any, ...]]) -> LateWorld:
             if len(prompt) + max_tokens <= world.scheduler.most_request_tokens:
                 add(world, prompt, max_tokens, expires=world.now + seconds)
         elif what == "budget":
-            world.core.policy = None if rest[0] is None else Budget(rest[0])
+            world.core.settings.policy = None if rest[0] is None else Budget(rest[0])
         elif what == "admission":
             policy = None if rest[0] is None else AdmissionPolicy(late=rest[0])
             world.core.set_admission(policy, source=Rate())
@@ -265,7 +265,7 @@ def test_ceilings_that_memory_lowers_are_kept_behind_the_step_in_flight() -> Non
     world.executor.collect = out_of_memory  # type: ignore[method-assign]
     while world.core.has_work:
         world.step()
-        lowered.append(world.core.effective_limits.max_batch_size)
+        lowered.append(world.core.settings.effective_limits.max_batch_size)
     assert min(lowered) < 4
     world.drain()
     assert world.scheduler.preemptions > 0

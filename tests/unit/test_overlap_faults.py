@@ -159,7 +159,7 @@ def test_memory_that_runs_out_changes_no_output_and_lowers_the_ceilings() -> Non
         least = 10**9
         while world.core.has_work:
             world.step()
-            least = min(least, world.core.effective_limits.max_batch_size)
+            least = min(least, world.core.settings.effective_limits.max_batch_size)
         lowered.append(least)
         world.drain()
     assert max(lowered) <= 4

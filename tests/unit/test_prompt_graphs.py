@@ -34,6 +34,7 @@ from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs, StepLearner,
 from runtime.torch_backend.recorded_steps import RecordedSteps, prompt_ladder
 from runtime.torch_backend.resident import batch_ladder
 from tests.building import step_points
+from tests.fakes import Records
 from tests.sample_profile import full_profile, sample_cost_model
 
 DECODES = StepGraphs(batch_ladder(256))
@@ -301,22 +302,14 @@ def test_the_simulator_pads_prompts() -> None:
     model = fitted(LADDER)
     engine = SimulatedEngine(model, kv_tokens=1 << 16, graphs=LADDER)
     assert engine.facts.graphs == LADDER
-    seen: list[StepRecord] = []
-
-    class Listener:
-        def on_step(self, record: StepRecord) -> None:
-            seen.append(record)
-
-        def on_request(self, record: object) -> None:
-            """Steps are what is asked for."""
-
-    engine.subscribe(Listener())
+    heard = Records()
+    engine.subscribe(heard)
     engine.submit(range(100))
     engine.submit(range(1000, 1029))
     engine.run()
-    first = StepFeatures.of(seen[0])
+    first = StepFeatures.of(heard.steps[0])
     assert first.prefill_tokens == 129 and LADDER.rows_of(first) == 160
-    assert seen[0].duration == pytest.approx(hardware(first), rel=0.02)
+    assert heard.steps[0].duration == pytest.approx(hardware(first), rel=0.02)
 
 
 def test_a_profile_keeps_it_and_one_from_before_reads_as_it_did(tmp_path: Path) -> None:

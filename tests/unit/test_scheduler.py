@@ -102,9 +102,9 @@ def test_knobs_hold_at_the_very_next_step() -> None:
     assert chunks(last(w)) == [("r1", 0, 4)]
     w.set_knobs(WIDE.with_(chunk_size=7))
     plan = last(w)
-    assert chunks(plan) == [("r1", 4, 7)] and plan.epoch == w.core.epoch == 2
+    assert chunks(plan) == [("r1", 4, 7)] and plan.epoch == w.core.settings.epoch == 2
     w.set_knobs(WIDE.with_(chunk_size=7))
-    assert w.core.epoch == 2, "nothing changed, so the epoch stays"
+    assert w.core.settings.epoch == 2, "nothing changed, so the epoch stays"
 
 
 def test_lowering_the_batch_size_drains() -> None:

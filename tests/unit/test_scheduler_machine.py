@@ -100,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(budget=st.one_of(st.none(), st.integers(0, 20)))
     def change_policy(self, budget: int | None) -> None:
-        self.world.core.policy = None if budget is None else FixedBudget(budget)
+        self.world.core.settings.policy = None if budget is None else FixedBudget(budget)
 
     @rule(
         policy=st.sampled_from([None, AdmissionPolicy(late="relegate"), AdmissionPolicy(late="relegate", order=None)])
@@ -163,7 +163,7 @@ def test_thousands_of_steps_under_pressure(ordering: str, drafts: int) -> None:
             sizes = dice.randrange(1, 14), dice.choice([0, 0, 20]), dice.randrange(2, 48), dice.randrange(1, 24)
             world.set_knobs(Knobs(*sizes, draft_tokens=dice.randrange(drafts + 1) if drafts else 0))
         elif roll < 0.32:
-            world.core.policy = dice.choice([None, None, FixedBudget(0), FixedBudget(9)])
+            world.core.settings.policy = dice.choice([None, None, FixedBudget(0), FixedBudget(9)])
         world.executor.fail = lambda s: dice.random() < 0.002
         world.executor.stop = lambda s: dice.random() < 0.02
         outcome = world.step()

@@ -15,6 +15,7 @@ from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.serving.histogram import BOUNDS, LatencyHistogram, bounds_with
 from runtime.serving.metrics import ServingMetrics
 from runtime.slo import SLO
+from runtime.version import __version__
 from tests.building import request_record
 from tests.engines import Bench, bench
 from tests.fakes import count_up
@@ -109,7 +110,7 @@ def test_counters_and_gauges() -> None:
         b.engine.set_knobs(b.engine.knobs.with_(token_budget=17, max_batch_size=3))
         scrape = Scrape(metrics)
         steps = b.heard.steps
-        assert scrape("info", model="mine", version=_version()) == 1
+        assert scrape("info", model="mine", version=__version__) == 1
         for spec in KNOBS:
             assert scrape(f"knob_{spec.name}") == getattr(b.engine.knobs, spec.name)
             assert scrape(f"knob_limit_{spec.name}") == getattr(b.engine.effective_limits, spec.name)
@@ -245,9 +246,3 @@ def test_a_class_without_an_slo_counts_in_no_attainment() -> None:
 
 def replace_class(record: RequestRecord) -> RequestRecord:
     return record._replace(request_class="other")
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("gpu-autotune")

@@ -142,7 +142,7 @@ def test_a_controller_decides_the_same_whether_or_not_steps_could_be_skipped() -
             engine.serve(list(parse_workload("poisson:prompt=60,output=50").at_rate(150.0).arrivals(2, limit=600)))
             engine.run()
             decisions = [d._replace(wall=None) for d in attached.decisions]
-        assert engine.core.policy is None and heard.runs == 0
+        assert engine.core.settings.policy is None and heard.runs == 0
         made.append((decisions, heard.requests, heard.steps))
     assert made[0] == made[1]
     assert sum(bool(d.changes) for d in made[0][0]) >= 2

@@ -34,7 +34,7 @@ def test_who_asks_late_is_told_what_who_asked_all_along_is_told() -> None:
     world.set_knobs(Knobs(10, 0, 32, 12))
     scheduler = world.scheduler
     scheduler.slack.slos.update(SLOS)
-    world.core.policy = Whole()
+    world.core.settings.policy = Whole()
     seen = set()
     for number in range(2000):
         if dice.random() < 0.3 and len(world.live) < 30:
@@ -52,7 +52,7 @@ def test_who_asks_late_is_told_what_who_asked_all_along_is_told() -> None:
 def test_a_gap_counts_from_the_latest_step_whether_or_not_others_decoded_in_it() -> None:
     world = World(kv_blocks=100)
     world.scheduler.slack.slos.update(SLOS)
-    world.core.policy = Whole()
+    world.core.settings.policy = Whole()
     world.add([1] * 4, 3, request_class="gaps")
     world.drain()
     world.now += 60
@@ -69,13 +69,13 @@ def test_only_who_asks_in_every_step_has_them_followed() -> None:
     slack, before = world.scheduler.slack, world.core.view(world.now)
     assert before.decode_slack < 1 and before.step_time_target == 0.5, "who looks now and then is told all the same"
     assert not slack.following
-    world.core.policy = Whole()
+    world.core.settings.policy = Whole()
     world.step()
     world.add([2] * 4, 90, request_class="gaps")
     world.step()
     assert slack.following and slack.step_time_target == 0.5
     followed = world.core.view(world.now)
-    world.core.policy = None
+    world.core.settings.policy = None
     world.step()
     assert not slack.following and slack.step_time_target == inf and not slack.token_deadlines(world.now, 0, 0.0), (
         "nothing is kept of them"
@@ -87,7 +87,7 @@ def test_only_who_asks_in_every_step_has_them_followed() -> None:
     )
     world.cancel(first)
     assert [target for target, _ in world.core.view(world.now).token_deadlines] == [0.03]
-    world.core.policy = Whole()
+    world.core.settings.policy = Whole()
     world.step()
     assert slack.following and slack.step_time_target == inf
     world.drain()

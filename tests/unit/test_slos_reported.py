@@ -15,23 +15,14 @@ from autotune.report.run.story import Run
 from autotune.report.tables import latency
 from autotune.workload import Arrival
 from runtime.errors import InputError
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import RequestRecord
 from runtime.serving.record_log import RecordLog
 from runtime.slo import SLO, RequestClass, attainment
+from tests.fakes import Records
 from tests.unit.control_world import VLLM, Formula, h200, poisson
 
 CHAT, BATCH, TIGHT = SLO(ttft_ms=300, tpot_ms=30), SLO(ttft_ms=10_000, tpot_ms=200), SLO(ttft_ms=20, tpot_ms=30)
 ODD = 'batch "<b>'
-
-
-class Kept:
-    def __init__(self) -> None:
-        self.records: list[RequestRecord] = []
-
-    def on_step(self, record: StepRecord) -> None: ...
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.records.append(record)
 
 
 def engine() -> simulate.SimulatedEngine:
@@ -56,7 +47,7 @@ def share(records: Iterable[RequestRecord], slos: dict[str, SLO]) -> tuple[int, 
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[RequestRecord], float]:
     """The log, the records and when the SLO of chats was tightened."""
     folder = tmp_path_factory.mktemp("run")
-    log, requests, kept, made = folder / "run.jsonl", folder / "requests.jsonl", Kept(), engine()
+    log, requests, kept, made = folder / "run.jsonl", folder / "requests.jsonl", Records(), engine()
     made.subscribe(kept)
     with RecordLog(requests) as written:
         made.subscribe(written)
@@ -68,7 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[Re
             changed = made.clock.now()
             made.serve(mixed(20), label="later")
             made.run()
-    return log, requests, kept.records, changed
+    return log, requests, kept.requests, changed
 
 
 def test_the_log_has_every_slo_and_when_it_changed(files: tuple[Path, Path, list[RequestRecord], float]) -> None:
@@ -126,7 +117,7 @@ def test_an_older_log_has_one_slo(files: tuple[Path, Path, list[RequestRecord], 
 
 @pytest.mark.usefixtures("socket_home")
 def test_the_status_and_watch_tell_each_class_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    made, kept = engine(), Kept()
+    made, kept = engine(), Records()
     made.subscribe(kept)
     with control(made, steer=True) as attached:
         made.serve(mixed(20))
@@ -134,7 +125,7 @@ def test_the_status_and_watch_tell_each_class_by_itself(capsys: pytest.CaptureFi
         status = attached.status().as_dict()
         assert set(status["classes"]) == {"default", ODD}
         for name, slo in (("default", CHAT), (ODD, BATCH)):
-            mine = [r for r in kept.records if r.request_class == name]
+            mine = [r for r in kept.requests if r.request_class == name]
             fared, (met, offered) = status["classes"][name], share(mine, {"default": slo})
             assert (fared["attainment"], fared["offered"], fared["slo"]) == (met / offered, offered, str(slo))
             late = max(1e3 * r.ttft for r in mine if r.ttft is not None)

@@ -282,7 +282,7 @@ def test_a_small_pool_makes_fewer_drafts_and_preempts_as_often() -> None:
     preemptions = []
     for each in (0, 4):
         world = World(kv_blocks=14, drafts=True)
-        world.core.set_knobs(Knobs(6, 0, 64, 64, each))
+        world.core.settings.set_knobs(Knobs(6, 0, 64, 64, each))
         for i in range(12):
             world.add([i % 3, 1, 2, 1, 2, 1, 2], 12)
         world.drain()
@@ -348,7 +348,7 @@ def test_drafts_begin_while_a_step_is_in_flight() -> None:
     for step in range(100):
         if not core.has_work:
             break
-        core.set_knobs(core.knobs.with_(draft_tokens=3 if 5 < step < 12 else 0))
+        core.settings.set_knobs(core.settings.knobs.with_(draft_tokens=3 if 5 < step < 12 else 0))
         outcome = core.step(now)
         now = max(now, outcome.end)
         core.scheduler.check_integrity()
@@ -367,7 +367,7 @@ def test_a_knob_turned_while_a_step_is_planned_ahead_launches_no_drafts() -> Non
     def turned(knobs: Knobs) -> bool:
         found = speculates(knobs)
         if executor.flying:
-            core.set_knobs(knobs.with_(draft_tokens=3))
+            core.settings.set_knobs(knobs.with_(draft_tokens=3))
         return found
 
     scheduler.speculates = turned  # type: ignore[method-assign]
@@ -375,7 +375,7 @@ def test_a_knob_turned_while_a_step_is_planned_ahead_launches_no_drafts() -> Non
     drafted = 0
     for now in range(100):
         if now % 4 == 0:
-            core.set_knobs(core.knobs.with_(draft_tokens=0))
+            core.settings.set_knobs(core.settings.knobs.with_(draft_tokens=0))
         record = core.step(float(now)).record
         drafted += record.drafted if record is not None else 0
         core.scheduler.check_integrity()

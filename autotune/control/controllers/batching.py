@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune.control.controllers.parts.galloping import largest
-from autotune.control.controllers.parts.running_statistics import OnlineQuantile, Recent
+from autotune.control.controllers.parts.running_statistics import ErrorMargin, Recent
 from autotune.control.controllers.parts.targets import SLOTargets
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register_for_batchers
@@ -63,7 +63,7 @@ class BatchingController:
         self._targets = SLOTargets({"default": slo})
         self._fit = RecursiveLeastSquares(3)
         self._units: tuple[float, float, float] | None = None  # seconds, items, cost of the first call
-        self._margin = OnlineQuantile(0.9, 1.1, low=1.0, high=2.0)
+        self._margin = ErrorMargin()
         self._trusted = True
         self._calls = 0
         self._items = Recent(128)  # of a call

@@ -227,7 +227,7 @@ class SteeredRequests:
         self._leave(sequence)
         sequence.generated = len(sequence.token_times)
         sequence.cause = cause
-        record = sequence.record(reason, now, self.settings.current[0])
+        record = sequence.record(reason, now, self.settings.epoch)
         self.waiting.ended(record)
         if self._admission is not None:
             self._admission.ended(record)

@@ -26,7 +26,7 @@ from autotune.profiling.stages.candidates import Candidate, baseline_of, best_of
 from autotune.profiling.stages.context import Context
 from autotune.profiling.stages.rate import at_speed, moved_key, with_candidates
 from autotune.profiling.stages.simulating import simulate_again
-from autotune.profiling.stages.validation import TO_COMPARE, Validation, request_for
+from autotune.profiling.stages.validation import Validation, request_for
 from autotune.profiling.timing import (
     CALIBRATION,
     CANDIDATES,
@@ -175,9 +175,7 @@ class EngineValidation(Validation[Knobs, Setup, CostModel, SearchSpace]):
         runs = [run for run in context.found.runs if run.stage == "validation"]
         key = f"reviewed/{setup.rate:g}/{setup.speed:.6f}"
         known = context.study.measurements.find(key)
-        if known is None and not self._time_for(
-            TO_COMPARE, simulating_s=context.schedule.until(RATE_AGAIN, CANDIDATES)
-        ):
+        if known is None and not self._time_to_compare(simulating_s=context.schedule.until(RATE_AGAIN, CANDIDATES)):
             return None
         speed = speed_of(context.found.cost, runs) or setup.speed
         faster, (low, high) = speed / setup.speed, _DISTINGUISHABLE
@@ -211,7 +209,7 @@ class EngineValidation(Validation[Knobs, Setup, CostModel, SearchSpace]):
         measured = [self._candidates[i] for i, _ in self._runs]
         known = self._candidates
         anew = context.schedule.until(RATE_AGAIN, CANDIDATES, TRIALS_AGAIN)
-        if self._time_for(TO_COMPARE, simulating_s=anew):
+        if self._time_to_compare(simulating_s=anew):
             setup = self._setup.model_copy(update={"speed": speed})
             simulate_again(context, setup, f"{speed:.6f}/{context.cost_name}")
         self._setup = found.setup = with_candidates(context, self._setup, speed)

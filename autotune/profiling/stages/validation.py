@@ -181,12 +181,12 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         # with the best, at the least, however late it is; behind a move the baseline, if it was not measured before it
         needed = not self._tried or (baseline is not None and chosen.index(baseline) in others[:1])
         compared = others[:1] if needed else []
-        noise_first = not compared or self._time_for(TO_COMPARE, best)
+        noise_first = not compared or self._time_to_compare(best)
         self._must = 1 + len(compared) + (noise_first and bool(compared))
         return [best, best, *others] if noise_first else [best, *compared, best, *others[1:]]
 
-    def _time_for(self, runs: int, first: int | None = None, *, simulating_s: float | None = 0.0) -> bool:
-        """Whether there is time for so many measurements, of which that of ``first`` may have been made already.
+    def _time_to_compare(self, first: int | None = None, *, simulating_s: float | None = 0.0) -> bool:
+        """Whether there is time for ``TO_COMPARE`` measurements, of which that of ``first`` may have been made already.
 
         ``simulating_s``: seconds that are simulated before them.
         """
@@ -197,10 +197,10 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
             made = first is not None and context.study.measurements.known(
                 request_for(setup, self._candidates[first], 0, noisy=True).key
             )
-            return context.meter.fits(end, context.run_guess, runs - made)
+            return context.meter.fits(end, context.run_guess, TO_COMPARE - made)
 
         # the name it has in studies since their first version
-        return context.decided(f"room/{runs}/{first}/{end}/{setup.rate:g}/{setup.speed:.6f}", fits)
+        return context.decided(f"room/{TO_COMPARE}/{first}/{end}/{setup.rate:g}/{setup.speed:.6f}", fits)
 
     def _next(self) -> int | None:
         index = None if self._counts.total() >= self._most else self._wanted()

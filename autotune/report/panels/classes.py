@@ -30,10 +30,7 @@ def sections(evidence: Evidence) -> tuple[Section, ...]:
             target_share(row.slo.attainment),
             f"{row.seen.offered:,}",
             number(row.seen.throughput, 4),
-            *(
-                "–" if ms is None else number(ms)
-                for ms in (row.seen.ttft_p99_ms, row.seen.tpot_p99_ms, row.seen.e2e_p99_ms)
-            ),
+            *(number(ms) for ms in (row.seen.ttft_p99_ms, row.seen.tpot_p99_ms, row.seen.e2e_p99_ms)),
         )
         for row in found
     ]

@@ -11,7 +11,7 @@ from autotune.profiling.points import Stage
 from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, layout, line, log_axis, plain
 from autotune.report.section import Section, Table, absent
-from autotune.report.wording import STAGES, defaults, listed, number, percent, reached, short_setting
+from autotune.report.wording import STAGES, cut, defaults, listed, number, percent, reached, short_setting
 
 KEY, TOPIC = "history", "The search"
 _NEAR = 0.99
@@ -70,7 +70,7 @@ def _plot(evidence: Evidence, stage: Stage, tried: list[MeasuredTrial], titled: 
     ]
     failed = [f for f in evidence.failures if f.stage == stage and f.trial >= 0]
     if failed:
-        why = [f"trial {f.trial} failed<br>{plain(_cut(f.cause))}" for f in failed]
+        why = [f"trial {f.trial} failed<br>{plain(cut(f.cause, 90))}" for f in failed]
         at = max(ys) if measure.lowest else 0.0
         data.append(dots([f.trial for f in failed], [at] * len(failed), why, colour="@bad", symbol="x", size=9))
     top = max(best) or 1.0
@@ -127,7 +127,3 @@ def _causes(evidence: Evidence) -> Table | None:
         for cause, count in causes.most_common()
     ]
     return Table(("failed", "cause", "trial"), rows, frozenset({0}), title="Failed trials")
-
-
-def _cut(text: str, most: int = 90) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"

@@ -13,9 +13,10 @@ from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot, View, axis, dots, error_bars, layout, line, log_axis, plain
 from autotune.report.section import Section, absent
-from autotune.report.wording import error, listed, names, number, off, short_setting
+from autotune.report.wording import cut, error, listed, names, number, off, short_setting
 
 KEY, TOPIC = "paired", "Simulated against measured"
+_NAME = 60  # letters of one, at most
 _FRAME, _ROW, _LINE, _NARROW = 90, 10, 16, 14  # pixels, and the letters in a line of a name where there is least room
 
 
@@ -142,7 +143,9 @@ def _plot(metric: _Metric, pairs: list[tuple[str, Point, Point]], judged: Set[tu
     values = [*measured, *simulated]
     title = f"{metric.name} ({metric.unit})"
     x = log_axis(title, values, pad=1.25) if metric.log else axis(title, rangemode="tozero", nticks=5)
-    y = axis("", tickmode="array", tickvals=rows, ticktext=[plain(_cut(name)) for name, *_ in known], showgrid=False)
+    y = axis(
+        "", tickmode="array", tickvals=rows, ticktext=[plain(cut(name, _NAME)) for name, *_ in known], showgrid=False
+    )
     y["range"] = [-0.7, len(known) - 0.3]
     legend = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 12}, "itemclick": False,
               "itemdoubleclick": False}  # fmt: skip
@@ -156,11 +159,7 @@ def _plot(metric: _Metric, pairs: list[tuple[str, Point, Point]], judged: Set[tu
 
 def _tall(known: list[tuple[str, Point, float, float]]) -> int:
     """Pixels of a row that has room for the longest name, which the page breaks into lines."""
-    return _ROW + _LINE * max(len(wrap(_cut(name), _NARROW)) for name, *_ in known)
-
-
-def _cut(name: str, most: int = 60) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
+    return _ROW + _LINE * max(len(wrap(cut(name, _NAME), _NARROW)) for name, *_ in known)
 
 
 def _hover(metric: _Metric, name: str, point: Point, measured: float, simulated: float) -> str:

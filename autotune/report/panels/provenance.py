@@ -40,7 +40,7 @@ def origins(evidence: Evidence) -> Section:
         ("System", machine.os),
         (
             "Model",
-            f"{model.name} ({model.architecture}), {_count(model.parameters)} parameters, {model.dtype}, {weights}",
+            f"{model.name} ({model.architecture}), {model.size} parameters, {model.dtype}, {weights}",
         ),
         (
             "Workload",
@@ -123,7 +123,7 @@ def _row(profile: Profile, p: Point, called: dict[Knobs, str]) -> tuple[str, ...
         percent(p.attainment),
         plus_minus(p),
         number(p.throughput.mean, 4),
-        *(_cell(v) for v in (p.ttft_p99_ms, p.tpot_p99_ms, p.e2e_p99_ms)),
+        *(number(v) for v in (p.ttft_p99_ms, p.tpot_p99_ms, p.e2e_p99_ms)),
         *_price(profile, p.throughput.mean),
     )
 
@@ -137,7 +137,7 @@ def _trial_row(profile: Profile, t: MeasuredTrial, called: dict[Knobs, str]) -> 
         percent(t.attainment),
         number(t.goodput),
         number(t.throughput, 4),
-        *(_cell(v) for v in (t.ttft_p99_ms, t.tpot_p99_ms, t.e2e_p99_ms)),
+        *(number(v) for v in (t.ttft_p99_ms, t.tpot_p99_ms, t.e2e_p99_ms)),
         *_price(profile, t.throughput),
     )
 
@@ -146,16 +146,7 @@ def _knobs(knobs: Knobs) -> Iterable[str]:
     return (f"{getattr(knobs, spec.name):,g}" for spec in KNOBS)
 
 
-def _cell(value: float | None) -> str:
-    return "–" if value is None else number(value)
-
-
 def _price(profile: Profile, tokens_per_s: float) -> tuple[str, ...]:
     if profile.price_per_hour is None:
         return ()
-    cost = Objective.of(profile).cost(tokens_per_s)
-    return ("–" if cost is None else money(cost),)
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+    return (money(Objective.of(profile).cost(tokens_per_s)),)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 
+from autotune.cost.model import region_errors
 from autotune.profile.parts import RegionError, StepPoint
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot, View, axis, dots, layout, log_axis, note, plain
 from autotune.report.section import Section, Table, absent
 from autotune.report.wording import error, number, off
-from runtime.records import percentile
 
 KEY, TOPIC = "steps", "Measured against modelled step time"
 _SERIES = (
@@ -29,7 +29,7 @@ def section(evidence: Evidence) -> Section:
         return absent(
             KEY, TOPIC, "This profile holds no cost model: it was made without one, or stopped before it was fitted."
         )
-    found = facts.regions if facts is not None and facts.regions else regions(steps)
+    found = facts.regions if facts is not None and facts.regions else region_errors(steps, [_off(s) for s in steps])
     middle = facts.error if facts is not None else statistics.median(_off(s) for s in steps)
     count = facts.points if facts is not None else len(steps)
     title = off("Modelled step times", middle, max((_off(s) for s in steps), default=None))
@@ -44,19 +44,6 @@ def section(evidence: Evidence) -> Section:
     notes = () if steps else ("The measured steps themselves are in the file of raw runs, which is not here.",)
     plots = (_plot(steps, title),) if steps else ()
     return Section(KEY, TOPIC, title, lead, plots, (_table(found),), notes)
-
-
-def regions(steps: list[StepPoint]) -> tuple[RegionError, ...]:
-    """The same figures as a cost model keeps, from the points themselves."""
-    made = []
-    for region in dict.fromkeys(s.region for s in steps):
-        offs = [_off(s) for s in steps if s.region == region]
-        made.append(
-            RegionError(
-                region=region, points=len(offs), median=statistics.median(offs), p90=percentile(offs, 90) or 0.0
-            )
-        )
-    return tuple(made)
 
 
 def _off(step: StepPoint) -> float:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from autotune.cli.main import run
-from autotune.profile import save_profile
+from autotune.cli.report import page_for
+from autotune.profile import find_profile, save_profile
 from autotune.report import Evidence, Report, compose, html
-from autotune.report.files import find, place
 from runtime.knobs import KNOBS
 from tests.unit.report.reporting import SECTIONS, Page, changed
 
@@ -125,8 +125,8 @@ def test_help_says_where_the_page_goes(
     assert run(["report", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "beside the profile or log, .html instead of .yaml; here for a shipped profile" in said
-    assert place(find("cpu-2core-tiny"), None) == Path("cpu-2core-tiny.html")
-    assert place(folder / "example.yaml", None) == folder / "example.html"
+    assert page_for(find_profile("cpu-2core-tiny"), None) == Path("cpu-2core-tiny.html")
+    assert page_for(folder / "example.yaml", None) == folder / "example.html"
 
 
 @pytest.mark.parametrize(

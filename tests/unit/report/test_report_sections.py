@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cost.model import region_errors
 from autotune.profile import Spread
 from autotune.report import Evidence, Report, compose, gather, html
 from autotune.report.figure import round_ticks
 from autotune.report.headline import headline
 from autotune.report.panels import pareto
-from autotune.report.panels.steps import regions
 from autotune.report.standing import standing
 from autotune.report.wording import defaults, names, number
 from autotune.simulate.sensitivity import one_at_a_time, values_of
@@ -206,10 +206,10 @@ def test_no_difference_is_claimed_that_was_not_measured(
 
 
 def test_regions_are_computed_when_no_model_says_them(evidence: Evidence) -> None:
-    found = {r.region: r for r in regions(list(evidence.steps))}
+    off = [abs((step.predicted or 0) / step.seconds - 1) for step in evidence.steps]
+    found = {r.region: r for r in region_errors(evidence.steps, off)}
     assert set(found) == {"decode", "prefill", "mixed"} and found["mixed"].points == 9
-    step = evidence.steps[0]
-    assert regions([step])[0].median == pytest.approx(abs((step.predicted or 0) / step.seconds - 1))
+    assert region_errors(evidence.steps[:1], off[:1])[0].median == off[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from autotune.control.controllers.parts.running_statistics import OnlineQuantile
+from autotune.control.controllers.parts.running_statistics import ErrorMargin
 from autotune.control.controllers.predictive import constants
 from runtime.records import StepRecord, StepTimes
 from runtime.step_model import StepFeatures, StepLearner
@@ -21,7 +21,7 @@ class TrustedModel:
 
     def __init__(self, model: StepLearner | None = None) -> None:
         self.model = model or StepLearner()
-        self.margin = OnlineQuantile(0.9, 1.1, low=1.0, high=2.0)
+        self.margin = ErrorMargin()
         self.bias = constants.RESERVE[0]
         self.trusted = True
         self.steps = 0
