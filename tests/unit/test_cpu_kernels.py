@@ -8,6 +8,8 @@ import math
 import os
 import platform
 import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.llm.plan import Chunk
+from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.attention import Terms
+from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.cpu import compiled, operations
+from runtime.torch_backend.cpu.attention import PagedAttention
 from runtime.torch_backend.cpu.compiled import Kernels, Layer, Step, kernels, library
 from runtime.torch_backend.cpu.operations import CPUOperations
-from runtime.torch_backend.kv_pool import LayerKV
+from runtime.torch_backend.inputs import DecodeRows, PackedBatch
+from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.operations import HeadNorm, Operations
 
 HALF = torch.bfloat16
@@ -110,7 +117,7 @@ def test_rotations_are_written_to_the_pool(variant: Variant, normed: bool, threa
     pointers = [s.data_ptr() for s in scales] or [None, None]
     variant.kernels.rope_write(
         qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), *pointers, True, 1e-6, keys.data_ptr(), values.data_ptr(),
-        slots.data_ptr(), tokens, heads, kv_heads, dim, threads,
+        slots.data_ptr(), len(keys), tokens, heads, kv_heads, dim, threads,
     )  # fmt: skip
     found = qkv.view(tokens, -1, dim)
     variant.near(found[:, : heads + kv_heads], expected)
@@ -184,7 +191,7 @@ def _attended(
         key_dim, value_dim, terms.window or 0, terms.scale, terms.softcap or 0.0,
     )  # fmt: skip
     fresh, contexts = (torch.tensor([pair[i] for pair in shape]) for i in (0, 1))
-    step = Step(fresh.data_ptr(), contexts.data_ptr(), table.data_ptr(), *table.shape, block)
+    step = Step(fresh.data_ptr(), contexts.data_ptr(), table.data_ptr(), *table.shape, block, sum(needed) + 1)
     assert variant.kernels.attend(ctypes.byref(layer), ctypes.byref(step), threads) == 0
     assert out[-1].isnan().all()
     return out[:-1], expected
@@ -235,7 +242,7 @@ def test_what_kernels_do_not_take_pytorch_computes(dtype: torch.dtype, dim: int)
     """Sizes that are no multiples, rows that do not lie end to end, other dtypes: the same numbers by one way or the other."""
     torch.manual_seed(0)
     tokens, heads, kv_heads = 5, 4, 2
-    near = {"rtol": 0.03, "atol": 0.03} if dtype in (HALF, torch.float16) else {"rtol": 1e-5, "atol": 1e-5}
+    near = 0.03 if dtype in (HALF, torch.float16) else 1e-5
     x, residual = torch.randn(tokens, 2 * dim, dtype=dtype), torch.randn(tokens, 2 * dim, dtype=dtype)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     cos, sin = torch.randn(tokens, dim, dtype=dtype), torch.randn(tokens, dim, dtype=dtype)
@@ -250,7 +257,7 @@ def test_what_kernels_do_not_take_pytorch_computes(dtype: torch.dtype, dim: int)
             found = ops.rope_write(qkv.clone(), cos, sin, kv_heads, norm, layer, slots)
             kept.append([*found, layer.keys, layer.values])
         for a, b in zip(*kept, strict=True):
-            torch.testing.assert_close(a, b, **near)
+            torch.testing.assert_close(a, b, rtol=near, atol=near)
     for rows in (x, x[:, :dim], x.T.contiguous().T):
         scale = torch.rand(rows.shape[1], dtype=dtype)
         other = residual[:, : rows.shape[1]]
@@ -260,7 +267,7 @@ def test_what_kernels_do_not_take_pytorch_computes(dtype: torch.dtype, dim: int)
                 mine = rows.clone()
                 args = {"norm": (mine, scale, 1e-5), "add_norm": (mine, other, scale, 1e-5), "silu_mul": (mine,)}[call]
                 made.append(getattr(ops, call)(*args))
-            torch.testing.assert_close(*made, **near)
+            torch.testing.assert_close(*made, rtol=near, atol=near)
 
 
 @pytest.fixture
@@ -278,7 +285,12 @@ def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch, 
     assert kept.name.startswith("cpu-kernels-")
     ran: list[list[str]] = []
     run = compiled._run
-    monkeypatch.setattr(compiled, "_run", lambda command: (ran.append(command), run(command))[1])
+
+    def counted(command: list[str]) -> str:
+        ran.append(command)
+        return run(command)
+
+    monkeypatch.setattr(compiled, "_run", counted)
     kernels.cache_clear()
     assert kernels(torch.float32) is not None
     assert [command[1:] for command in ran] == [["--version"]]
@@ -340,3 +352,106 @@ def test_small_work_wakes_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert operations.threads_for(1000) == 1
     assert operations.threads_for(1 << 20) == 8
+
+
+def test_a_compiler_that_says_nothing_is_no_compiler(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    silent = tmp_path / "gcc"
+    silent.write_text("#!/bin/sh\nexit 0\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(silent))
+    with caplog.at_level(logging.WARNING):
+        assert kernels(torch.float32) is None
+    assert "there are no CPU kernels of our own" in caplog.text
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a flag of GCC for x86")
+def test_processors_without_wide_vectors_are_refused() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        library("-mno-avx")
+    assert "no vectors of 256 bits" in raised.value.stderr
+
+
+def test_kernels_that_compute_something_else_are_not_taken(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = compiled._SOURCE.read_text()
+    wrong = fresh.parent / "kernels.c"
+    wrong.write_text(
+        source.replace("* layer->scale;", "* layer->scale * (begin ? 0.5f : 1.0f);")
+    )  # behind the first tile
+    assert wrong.read_text() != source
+    monkeypatch.setattr(compiled, "_SOURCE", wrong)
+    assert kernels(torch.float32) is None
+    assert kernels(HALF) is None
+
+
+def _paged(new: int, context: int) -> tuple[PagedAttention, PackedBatch, LayerKV]:
+    """One prompt over a pool of eight blocks of 16, in the blocks 3, 4, …"""
+    pool = KVPool(8, 16)
+    layer = pool.layer(torch.nn.Identity(), KVLayer((2, 32), (2, 32), torch.float32), torch.device("cpu"))
+    layer.keys.normal_(), layer.values.normal_()
+    sequence = Sequence(Request("a", (0,) * context, SamplingParams(), 9, 0.0))
+    sequence.blocks = list(range(3, 3 + -(-context // 16)))
+    batch = PackedBatch(DecodeRows.alone(16, pool.pad_block, [], 0), [Chunk(sequence, context - new, new, True)])
+    return PagedAttention(pool, torch.device("cpu")), batch, layer
+
+
+def test_blocks_beyond_the_pool_are_an_error_and_no_read() -> None:
+    attention, batch, layer = _paged(3, 40)
+    batch.chunks[0].sequence.blocks[1] = 10_000_000
+    inputs = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+    with pytest.raises(IndexError, match="a block that the KV pool does not have"):
+        attention.run(attention.plan(batch), layer, *inputs, TERMS["plain"])
+
+
+def test_slots_beyond_the_pool_are_an_error_and_no_write() -> None:
+    layer, ones = _layer(2, 32, torch.float32), torch.ones(2, 32)
+    for slots in ([1, 8], [-1, 0]):
+        with pytest.raises(IndexError, match="of a pool of 8"):
+            CPUOperations().rope_write(torch.randn(2, 8 * 32), ones, ones, 2, None, layer, torch.tensor(slots))
+    assert not layer.keys.any()
+
+
+def test_what_does_not_fit_together_raises_as_pytorch_does() -> None:
+    layer, ones = _layer(2, 32, torch.float32), torch.ones(2, 32)
+    slots = torch.tensor([0, 1])
+    for qkv, cos, sin, kv_heads in (
+        (torch.randn(3, 8 * 32), torch.ones(3, 32), torch.ones(3, 32), 2),  # more tokens than slots
+        (torch.randn(2, 8 * 32), torch.ones(0, 32), ones, 2),
+        (torch.randn(2, 8 * 32), ones, ones, 3),  # heads that the pool does not have
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            CPUOperations().rope_write(qkv, cos, sin, kv_heads, None, layer, slots)
+    attention, batch, layer = _paged(3, 40)
+    for tokens, heads, dim in ((2, 4, 32), (3, 3, 32), (3, 4, 64)):
+        query, key, value = torch.randn(tokens, heads, dim), torch.randn(tokens, 2, 32), torch.randn(tokens, 2, 32)
+        with pytest.raises((RuntimeError, IndexError)):
+            attention.run(attention.plan(batch), layer, query, key, value, TERMS["plain"])
+
+
+@pytest.mark.parametrize("window", [1 << 20, (1 << 31) + 50, (1 << 32) + 4, 1 << 62])
+def test_a_window_wider_than_any_context_is_none(window: int) -> None:
+    attention, batch, layer = _paged(3, 40)
+    inputs = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+    found, plain = (
+        attention.run(attention.plan(batch), layer, *inputs, Terms(0.2, wide, None, None)) for wide in (window, None)
+    )
+    assert torch.equal(found, plain)
+
+
+def test_threads_with_small_stacks_attend() -> None:
+    found: list[Tensor] = []
+    attention, batch, layer = _paged(3, 40)
+    inputs = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+
+    def attend() -> None:
+        found.append(attention.run(attention.plan(batch), layer, *inputs, TERMS["plain"]))
+
+    before = threading.stack_size(256 << 10)
+    try:
+        thread = threading.Thread(target=attend)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert found[0].isfinite().all()

@@ -1,18 +1,27 @@
 /* What a decoder layer computes around its matrix products, each in one pass over memory.
  *
  * Compiled for one element type: float, or with -DBFLOAT16 bfloat16, which is computed in float and rounded once. Rows are
- * tokens, their sizes multiples of 16 elements. Values that are not finite stay so: nothing is compiled with -ffast-math. Only attend can
- * fail: it returns nonzero when memory ran out.
+ * tokens, their sizes multiples of 16 elements. Values that are not finite stay so: nothing is compiled with -ffast-math.
+ *
+ * Functions that return int return 0, or OUT_OF_MEMORY, or OUT_OF_BOUNDS for a slot or block that the pool does not have.
  */
 
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifndef __AVX__
+#error "this processor has no vectors of 256 bits, without which PyTorch's own operations are faster"
+#endif
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
 #include <immintrin.h>
 #define PAIRS /* products of two bfloat16 at once, summed in float */
 typedef uint16_t Shorts __attribute__((vector_size(64), aligned(2), may_alias));
 #endif
+
+#define OUT_OF_MEMORY 1
+#define OUT_OF_BOUNDS 2
 
 #ifdef __AVX512F__
 #define WIDTH 16
@@ -172,12 +181,14 @@ static inline void rotate(Element *head, const Element *cosine, const Element *s
 }
 
 /* Norm and rotate query and key in place, and write key and value to their slots of a pool.
- * qkv [tokens, (heads + 2 · kv_heads) · dim]; cosine, sine [tokens, dim]; keys, values [slots, kv_heads, dim]; slots [tokens];
+ * qkv [tokens, (heads + 2 · kv_heads) · dim]; cosine, sine [tokens, dim]; keys, values [pool_slots, kv_heads, dim]; slots [tokens];
  * query_scale, key_scale [dim] or null. */
-void rope_write(Element *qkv, const Element *cosine, const Element *sine, const void *query_scale, const void *key_scale,
-                int wide, float eps, Element *keys, Element *values, const int64_t *slots, int64_t tokens, int64_t heads,
-                int64_t kv_heads, int64_t dim, int threads) {
+int rope_write(Element *qkv, const Element *cosine, const Element *sine, const void *query_scale, const void *key_scale,
+               int wide, float eps, Element *keys, Element *values, const int64_t *slots, int64_t pool_slots, int64_t tokens,
+               int64_t heads, int64_t kv_heads, int64_t dim, int threads) {
     int64_t width = kv_heads * dim;
+    for (int64_t token = 0; token < tokens; token++)
+        if (slots[token] < 0 || slots[token] >= pool_slots) return OUT_OF_BOUNDS;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t token = 0; token < tokens; token++) {
         Element *row = qkv + token * (heads + 2 * kv_heads) * dim, *key = row + heads * dim;
@@ -187,6 +198,7 @@ void rope_write(Element *qkv, const Element *cosine, const Element *sine, const 
         memcpy(keys + slots[token] * width, key, width * sizeof(Element));
         memcpy(values + slots[token] * width, key + width, width * sizeof(Element));
     }
+    return 0;
 }
 
 /* ---- attention ---- */
@@ -209,10 +221,10 @@ typedef struct {
 } Layer;
 
 /* And of a step: sequences with fresh tokens each, end to end, the last of which sees context positions, itself included;
- * table [sequences, blocks]. */
+ * table [sequences, blocks], of a pool of pool_blocks. */
 typedef struct {
     const int64_t *fresh, *context, *table;
-    int64_t sequences, blocks, block_size;
+    int64_t sequences, blocks, block_size, pool_blocks;
 } Step;
 
 /* One piece of work: lanes first, first + 1, … of a sequence and KV head. Lane l is head l % group of new token l / group. */
@@ -240,7 +252,7 @@ static inline Vector multiply_add(Vector sum, Vector factors, const float *other
 /* The factors of WIDTH · IN_A_FACTOR elements of a row. */
 static inline Vector factors_of(const Element *at) {
 #ifdef PAIRS
-    return *(const Unaligned *)at;
+    return (Vector) * (const Shorts *)at;
 #else
     return load(at);
 #endif
@@ -298,7 +310,7 @@ typedef struct {
     float values[TILE / IN_A_FACTOR * MOST_DIM] __attribute__((aligned(64)));
 } Tile;
 
-/* What is known of the lanes of a piece. */
+/* The lanes of a piece. */
 typedef struct {
     float query[MOST_LANES][MOST_FACTORS] __attribute__((aligned(64)));
     float acc[MOST_LANES][MOST_DIM] __attribute__((aligned(64))); /* values times their weights, summed */
@@ -394,7 +406,7 @@ INLINE void attend_tile(const Layer *layer, const Tile *tile, Lanes *lanes, int 
         for (int64_t i = 0; i < tokens; i += WIDTH) {
             Vector x = *(Vector *)(score[lane] + i);
             Vector weight = exponential(x - top);
-            if (edge[lane]) weight = choose(x == none, (Vector){}, weight);
+            weight = choose(x == none, (Vector){}, weight);
             added += weight;
 #ifdef PAIRS
             *(__m256bh *)((Element *)score[lane] + i) = _mm512_cvtneps_pbh((__m512)weight);
@@ -426,31 +438,38 @@ INLINE void attend_tile(const Layer *layer, const Tile *tile, Lanes *lanes, int 
     }
 }
 
-INLINE void attend_piece(const Layer *layer, const Step *step, const Piece *piece, const int64_t key_dim,
+/* What a thread works in. */
+typedef struct {
+    Tile tile;
+    Lanes lanes;
+} Space;
+
+INLINE void attend_piece(const Layer *layer, const Step *step, const Piece *piece, Space *space, const int64_t key_dim,
                          const int64_t value_dim) {
     const int64_t group = layer->heads / layer->kv_heads, size = step->block_size;
     const int64_t first_end = step->context[piece->sequence] - step->fresh[piece->sequence] + 1;
     const int64_t *table = step->table + piece->sequence * step->blocks;
     const int64_t key_row = layer->kv_heads * key_dim, value_row = layer->kv_heads * value_dim;
     const Element *keys = layer->keys + piece->kv_head * key_dim, *values = layer->values + piece->kv_head * value_dim;
-    Lanes lanes;
+    Tile *tile = &space->tile;
+    Lanes *lanes = &space->lanes;
     const int count = piece->count, held = count < 3 ? count : count < 5 ? 4 : (count + BLOCK - 1) / BLOCK * BLOCK;
     for (int lane = 0; lane < held; lane++) {
         const int64_t at = piece->first + (lane < count ? lane : count - 1); /* lanes over repeat the last, for nothing */
         const int64_t token = at / group, head = piece->kv_head * group + at % group;
         const Element *query = layer->query + (piece->token + token) * layer->query_stride + head * key_dim;
         for (int64_t d = 0; d < key_dim; d += WIDTH * IN_A_FACTOR)
-            *(Vector *)(lanes.query[lane] + d / IN_A_FACTOR) = factors_of(query + d);
-        memset(lanes.acc[lane], 0, value_dim * sizeof(float));
-        lanes.row_max[lane] = layer->sinks ? layer->sinks[head] : -__builtin_inff();
-        lanes.row_sum[lane] = layer->sinks ? 1.0f : 0.0f;
-        lanes.ends[lane] = first_end + token;
+            *(Vector *)(lanes->query[lane] + d / IN_A_FACTOR) = factors_of(query + d);
+        memset(lanes->acc[lane], 0, value_dim * sizeof(float));
+        lanes->row_max[lane] = layer->sinks ? layer->sinks[head] : -__builtin_inff();
+        lanes->row_sum[lane] = layer->sinks ? 1.0f : 0.0f;
+        lanes->ends[lane] = first_end + token;
     }
-    const int64_t end = lanes.ends[held - 1];
-    int64_t begin = layer->window ? lanes.ends[0] - layer->window : 0;
-    Tile tile;
+    const int64_t end = lanes->ends[held - 1];
+    int64_t begin = layer->window ? lanes->ends[0] - layer->window : 0;
     int64_t slots[TILE];
-    for (begin = begin < 0 ? 0 : begin; begin < end; begin += TILE) {
+    /* from a whole tile on, so that a token is computed alike whoever shares its piece */
+    for (begin = begin < 0 ? 0 : begin / TILE * TILE; begin < end; begin += TILE) {
         const int64_t tokens = end - begin < TILE ? end - begin : TILE, groups = (tokens + WIDTH - 1) / WIDTH;
         int64_t block = begin / size, offset = begin % size;
         for (int64_t i = 0; i < tokens; i++) {
@@ -458,35 +477,35 @@ INLINE void attend_piece(const Layer *layer, const Step *step, const Piece *piec
             if (++offset == size) offset = 0, block++;
         }
         for (int64_t i = tokens; i < groups * WIDTH; i++) slots[i] = slots[tokens - 1];
-        pack_tile(&tile, keys, values, key_row, value_row, slots, groups, key_dim, value_dim);
+        pack_tile(tile, keys, values, key_row, value_row, slots, groups, key_dim, value_dim);
         if (held >= BLOCK) {
             for (int at = 0; at < held; at += BLOCK) {
-                if (lanes.ends[at + BLOCK - 1] <= begin) continue;
-                if (layer->window && lanes.ends[at] - layer->window >= begin + tokens) continue;
-                attend_tile(layer, &tile, &lanes, at, begin, groups, BLOCK, key_dim, value_dim);
+                if (lanes->ends[at + BLOCK - 1] <= begin) continue;
+                if (layer->window && lanes->ends[at] - layer->window >= begin + tokens) continue;
+                attend_tile(layer, tile, lanes, at, begin, groups, BLOCK, key_dim, value_dim);
             }
         } else if (held == 4) {
-            attend_tile(layer, &tile, &lanes, 0, begin, groups, 4, key_dim, value_dim);
+            attend_tile(layer, tile, lanes, 0, begin, groups, 4, key_dim, value_dim);
         } else if (held == 2) {
-            attend_tile(layer, &tile, &lanes, 0, begin, groups, 2, key_dim, value_dim);
+            attend_tile(layer, tile, lanes, 0, begin, groups, 2, key_dim, value_dim);
         } else {
-            attend_tile(layer, &tile, &lanes, 0, begin, groups, 1, key_dim, value_dim);
+            attend_tile(layer, tile, lanes, 0, begin, groups, 1, key_dim, value_dim);
         }
     }
     for (int lane = 0; lane < count; lane++) {
         const int64_t at = piece->first + lane, head = piece->kv_head * group + at % group;
         Element *out = layer->out + ((piece->token + at / group) * layer->heads + head) * value_dim;
-        for (int64_t d = 0; d < value_dim; d += WIDTH) store(out + d, *(Vector *)(lanes.acc[lane] + d) / lanes.row_sum[lane]);
+        for (int64_t d = 0; d < value_dim; d += WIDTH) store(out + d, *(Vector *)(lanes->acc[lane] + d) / lanes->row_sum[lane]);
     }
 }
 
-static void attend_any(const Layer *layer, const Step *step, const Piece *piece) {
+static void attend_any(const Layer *layer, const Step *step, const Piece *piece, Space *space) {
     if (layer->key_dim == 64 && layer->value_dim == 64)
-        attend_piece(layer, step, piece, 64, 64);
+        attend_piece(layer, step, piece, space, 64, 64);
     else if (layer->key_dim == 128 && layer->value_dim == 128)
-        attend_piece(layer, step, piece, 128, 128);
+        attend_piece(layer, step, piece, space, 128, 128);
     else
-        attend_piece(layer, step, piece, layer->key_dim, layer->value_dim);
+        attend_piece(layer, step, piece, space, layer->key_dim, layer->value_dim);
 }
 
 /* Causal attention of every new token of a step over the blocks of its sequence, which hold it already.
@@ -494,10 +513,24 @@ static void attend_any(const Layer *layer, const Step *step, const Piece *piece)
 int attend(const Layer *layer, const Step *step, int threads) {
     const int64_t group = layer->heads / layer->kv_heads;
     int64_t count = 0;
-    for (int64_t s = 0; s < step->sequences; s++)
+    for (int64_t s = 0; s < step->sequences; s++) {
+        const int64_t used = (step->context[s] + step->block_size - 1) / step->block_size;
+        if (step->fresh[s] < 0 || step->context[s] < step->fresh[s] || used > step->blocks) return OUT_OF_BOUNDS;
+        for (int64_t i = 0; i < used; i++) {
+            const int64_t block = step->table[s * step->blocks + i];
+            if (block < 0 || block >= step->pool_blocks) return OUT_OF_BOUNDS;
+        }
         count += (step->fresh[s] * group + MOST_LANES - 1) / MOST_LANES * layer->kv_heads;
-    Piece *pieces = malloc((size_t)(count ? count : 1) * sizeof(Piece));
-    if (!pieces) return 1;
+    }
+    if (!count) return 0;
+    if (threads > count) threads = (int)count;
+    Piece *pieces = malloc((size_t)count * sizeof(Piece));
+    Space *spaces = aligned_alloc(64, (size_t)threads * sizeof(Space)); /* not on stacks, which may be small */
+    if (!pieces || !spaces) {
+        free(pieces);
+        free(spaces);
+        return OUT_OF_MEMORY;
+    }
     int64_t at = 0, token = 0;
     for (int64_t s = 0; s < step->sequences; s++) {
         const int64_t lanes = step->fresh[s] * group;
@@ -507,7 +540,8 @@ int attend(const Layer *layer, const Step *step, int threads) {
         token += step->fresh[s];
     }
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-    for (int64_t i = 0; i < count; i++) attend_any(layer, step, pieces + i);
+    for (int64_t i = 0; i < count; i++) attend_any(layer, step, pieces + i, spaces + omp_get_thread_num());
     free(pieces);
+    free(spaces);
     return 0;
 }

@@ -57,18 +57,22 @@ class CPUOperations(Operations):
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = kernels(qkv.dtype)
         tokens, dim = qkv.shape[0], cos.shape[-1]
-        if found is None or not _rows(qkv) or not slots.is_contiguous() or not _rotates(qkv, cos, sin, norm, layer):
-            return super().rope_write(qkv, cos, sin, kv_heads, norm, layer, slots)
+        if found is None or not _rotates(qkv, cos, sin, kv_heads, norm, layer, slots):
+            return super().rope_write(
+                qkv, cos, sin, kv_heads, norm, layer, slots
+            )  # which says what is wrong, if anything is
         heads = qkv.view(tokens, -1, dim)
         count = heads.shape[1] - 2 * kv_heads
         query_scale, key_scale, wide, eps = None, None, False, 0.0
         if norm is not None:
             query_scale, key_scale = norm.query.data_ptr(), norm.key.data_ptr()
             wide, eps = norm.query.dtype == torch.float32, norm.eps
-        found.rope_write(
+        failed = found.rope_write(
             qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), query_scale, key_scale, wide, eps, layer.keys.data_ptr(),
-            layer.values.data_ptr(), slots.data_ptr(), tokens, count, kv_heads, dim, threads_for(qkv.numel()),
+            layer.values.data_ptr(), slots.data_ptr(), len(layer.keys), tokens, count, kv_heads, dim, threads_for(qkv.numel()),
         )  # fmt: skip
+        if failed:
+            raise IndexError(f"slots {slots.min()} to {slots.max()} of a pool of {len(layer.keys)}")
         return heads[:, :count], heads[:, count : count + kv_heads], heads[:, count + kv_heads :]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -90,12 +94,25 @@ def _scales(scale: Tensor, x: Tensor) -> bool:
     return scale.dtype in (torch.float32, x.dtype) and scale.is_contiguous() and scale.numel() == x.shape[-1]
 
 
-def _rotates(qkv: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm | None, layer: LayerKV) -> bool:
-    dim = cos.shape[-1]
-    if dim % (2 * GRAIN) or layer.key_scale is not None or layer.keys.dtype != qkv.dtype:
+def _rotates(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, norm: HeadNorm | None, layer: LayerKV, slots: Tensor
+) -> bool:
+    """Whether the kernel takes these: it looks at no shape itself."""
+    tokens, dim = qkv.shape[0], cos.shape[-1]
+    if dim % (2 * GRAIN) or not _rows(qkv) or qkv.shape[1] % dim or qkv.shape[1] // dim <= 2 * kv_heads:
         return False
-    if any(x.dtype != qkv.dtype or not x.is_contiguous() for x in (cos, sin)):
+    if (
+        layer.key_scale is not None
+        or slots.dtype != torch.int64
+        or slots.shape != (tokens,)
+        or not slots.is_contiguous()
+    ):
         return False
+    if any(x.shape != (tokens, dim) or x.dtype != qkv.dtype or not x.is_contiguous() for x in (cos, sin)):
+        return False
+    for pool in (layer.keys, layer.values):
+        if pool.shape != (len(layer.keys), kv_heads, dim) or pool.dtype != qkv.dtype or not pool.is_contiguous():
+            return False
     if norm is None:
         return True
     scales = norm.query, norm.key
