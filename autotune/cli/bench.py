@@ -84,7 +84,7 @@ def bench(
     duration: Annotated[str, Option(help="How long requests arrive in each turn: 30s or 2m.")] = "30s",
     rounds: Annotated[
         int,
-        Option(min=1, max=1000, help="How many turns each of the compared has. Every round has different arrivals."),
+        Option(min=1, max=1000, help="How many turns each contender has; each round has different arrivals."),
     ] = 3,
     fixed: Annotated[
         list[str] | None,
