@@ -71,7 +71,7 @@ def bench(
     slo: Annotated[
         str | None,
         Option(
-            help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's, or one that a calibration says the engine can meet)"
+            help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's, or one that the engine can meet, by a calibration)"
         ),
     ] = None,
     classes: ProfiledClasses = None,
