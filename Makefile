@@ -50,7 +50,7 @@ help:
 	@echo "make bench-vllm-fidelity  what is simulated from a profile of vLLM against what vLLM then does (the same)"
 	@echo "make bench-soak        ten minutes past capacity, with clients that hang up: does anything leak, is anything lost?"
 	@echo "make bench-gpu-projection  what a decode step would take on four GPUs, from the calls of this tree and published figures"
-	@echo "make gpu               everything that only a GPU can tell, an hour and a half (ARGS=--dry: all of it on the CPU, minutes)"
+	@echo "make gpu               every check and benchmark that needs a GPU, an hour and a half (ARGS=--dry: all of it on the CPU, minutes)"
 	@echo "make clean             remove .venv and every cache"
 
 run: $(STAMP)

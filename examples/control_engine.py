@@ -40,7 +40,7 @@ def main() -> int:
         Engine(args.model, knobs=start, kv_tokens=args.kv_tokens) as engine,
         autotune.control(engine, slo=slo, log=args.log, steer=True) as controller,
     ):
-        print(f"steered over {controller.steer()}")
+        print(f"control socket {controller.steer()}")
         for token in engine.stream("Once upon a time", max_tokens=args.tokens):
             print(token.text, end="", flush=True)
         print()

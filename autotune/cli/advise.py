@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from runtime.serving.scrape import Scrape
 
 HELP = (
-    "Watch a vLLM server by its metrics, and say what a profile's settings would do under its traffic, simulated, beside those "
-    "it has. It is sent no request, and nothing of it is changed. Exit code 1: none of them meets the SLO, or there was too "
-    "little traffic."
+    "Suggest settings for a running vLLM server: read the server's metrics, then simulate the server's traffic with the present "
+    "settings and with those of a profile. advise sends the server no requests and changes nothing on the server. "
+    "Exit code 1: no setting meets the SLO, or there was too little traffic."
 )
 EXAMPLES = (
     "Examples:  autotune advise http://localhost:8000 mine.yaml --slo ttft=500ms,tpot=50ms  ·  "
@@ -39,12 +39,15 @@ _INTERVAL_S = 1.0
 
 
 def advise(
-    url: Annotated[str, Argument(metavar="URL", help="Of the server: http://localhost:8000.", show_default=False)],
+    url: Annotated[
+        str, Argument(metavar="URL", help="Address of the server: http://localhost:8000.", show_default=False)
+    ],
     profile: Annotated[
         str | None,
         Argument(
             metavar="PROFILE",
-            help="A profile of its hardware: a file, or a name from `autotune profiles`.  (default: the one there of its model)",
+            help="A profile of the server's hardware: a file, or a name from `autotune profiles`.  (default: the shipped profile "
+            "of the served model, if there is exactly one)",
             show_default=False,
         ),
     ] = None,
@@ -53,10 +56,11 @@ def advise(
         str | None,
         Option(
             metavar="KNOBS",
-            help="The settings it has: max_batch_size=128,token_budget=4096; others are vLLM's defaults.  (default: those)",
+            help="The server's present settings: max_batch_size=128,token_budget=4096. Knobs not named are at vLLM's defaults.  "
+            "(default: vLLM's defaults for the profile's machine)",
         ),
     ] = None,
-    watch: Annotated[str, Option(help="How long to watch it: 60s, 5m.")] = "60s",
+    watch: Annotated[str, Option(help="How long to read the metrics: 60s, 5m.")] = "60s",
     seeds: shared.Seeds = 3,
     seed: shared.FirstSeed = 0,
     requests: shared.Requests = 2000,

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from runtime.slo import RequestClass
 
 HELP = (
-    "Replay a workload against the live engine: with control, with vLLM's defaults and at fixed settings, taking turns."
+    "Replay a workload on a live engine, in turns: under a controller, with vLLM's defaults, and at fixed settings. "
+    "Exit code 1: nothing could be measured."
 )
 EXAMPLES = (
     "Examples:  autotune bench  ·  autotune bench --workload azure-code --slo ttft=500ms,tpot=50ms --rounds 5 --out bench.html"
@@ -68,29 +69,42 @@ def bench(
         Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's, or azure-conv)"),
     ] = None,
     slo: Annotated[
-        str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%.  (default: the profile's, or a calibration's)")
+        str | None,
+        Option(
+            help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's, or one that the engine can meet, by a calibration)"
+        ),
     ] = None,
     classes: ProfiledClasses = None,
     rate: Annotated[
         float | None,
-        Option(help="Requests/s.  (default: the workload's own, the profile's, or 80% of what saturates the engine)"),
+        Option(
+            help="Requests/s.  (default: the rate in --workload, else the profile's, else 80% of what saturates the engine)"
+        ),
     ] = None,
     duration: Annotated[str, Option(help="How long requests arrive in each turn: 30s or 2m.")] = "30s",
     rounds: Annotated[
-        int, Option(min=1, max=1000, help="Turns of each contender; every round has other arrivals.")
+        int,
+        Option(min=1, max=1000, help="How many turns each contender has; each round has different arrivals."),
     ] = 3,
     fixed: Annotated[
         list[str] | None,
-        Option(help="A setting to compare: max_batch_size=64,token_budget=512; others as the defaults. Repeatable."),
+        Option(
+            help="A setting to compare: max_batch_size=64,token_budget=512. Knobs not named are at the defaults. Repeatable."
+        ),
     ] = None,
     profile: Annotated[
-        str | None, Option(help="A profile: its load, its setting, and control that starts with what it knows.")
+        str | None,
+        Option(
+            help="Use the load of this profile. Also compare the profile's setting, and a controller that starts from the "
+            "profile's setting and step times."
+        ),
     ] = None,
     reject_late: Annotated[
         bool,
         Option(
             "--reject-late",
-            help="Defaults and control also with what cannot meet its TTFT any more rejected, in order of deadlines.",
+            help="Also compare the defaults and the controller with early rejection: requests that can no longer meet their TTFT "
+            "target are rejected, and the queue is ordered by deadline.",
         ),
     ] = False,
     controller: Controller = None,
@@ -98,8 +112,10 @@ def bench(
     gpu: Gpu = False,
     dtype: Dtype = "auto",
     kv_cache_dtype: ProfiledKvCacheDtype = None,
-    seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
-    out: Annotated[Path | None, Option("--out", "-o", help="A page of plots to write, .html.")] = None,
+    seed: Annotated[int, Option(min=0, max=2**31, help="Seed of the load and of random weights.")] = 0,
+    out: Annotated[
+        Path | None, Option("--out", "-o", help="An HTML page of plots to write, such as bench.html.")
+    ] = None,
     as_json: AsJsonOfARun = False,
 ) -> int:
     """Compare, print, and plot; 1 when nothing could be measured."""

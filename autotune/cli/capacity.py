@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity
 
 HELP = (
-    "The highest rate at which a profiled machine meets an SLO, in simulation: for the profile's settings, for one given by "
-    "knobs, or under a controller. Exit code 1: no rate meets it."
+    "Find the highest rate at which a profiled machine meets an SLO, by simulation: for the profile's settings, for one setting "
+    "given by knob options, or under a controller. Exit code 1: no rate meets the SLO."
 )
 EXAMPLES = (
     "Examples:  autotune capacity mine.yaml --slo ttft=500ms,tpot=50ms  ·  "
@@ -92,8 +92,8 @@ def capacity(
         offered = max((score.offered for one in shown for score in one.scores), default=requests)
         say(
             console,
-            f"highest rate at which {meeting} of {offered} requests meet {'their SLO' if scenario.classes else scenario.slo}, "
-            f"to {search.precision:.0%}; {interval}",
+            f"Capacity: the highest rate at which {meeting} of {offered} requests meet "
+            f"{'their SLO' if scenario.classes else scenario.slo}, to within {search.precision:.0%}. {interval}",
             "dim",
         )
         endless = unbounded_sentence(shown, scenario.slo, offered)

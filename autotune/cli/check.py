@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from autotune.profiling.check import Check
 
 HELP = (
-    "Measure a few steps (of a callable's profile: calls) again and say whether a profile is still true here. "
-    "Exit code 0: it fits; 1: it is stale, or the machine is too noisy to tell."
+    "Check that a profile still fits this machine: measure a few steps again (for a callable's profile: calls), and compare "
+    "their times. Exit code 0: the profile fits; 1: the profile is stale, or the machine is too noisy to tell."
 )
 EXAMPLES = (
     "Examples:  autotune check cpu-2core-tiny  ·  autotune check mine.yaml --budget 30s --threshold 5% --json"
@@ -42,20 +42,25 @@ EXAMPLES = (
 
 def check(
     profile: ProfileArgument,
-    budget: Annotated[str, Option(help="Time to measure for, loading the model left out.")] = "10s",
+    budget: Annotated[str, Option(help="Time for measuring, without loading the model.")] = "10s",
     threshold: Annotated[
-        str, Option(help="How much slower or faster steps may be; less than the noise cannot be measured.")
+        str,
+        Option(
+            help="How much slower or faster steps may be. A threshold below the measurement noise cannot be checked."
+        ),
     ] = "10%",
     model: Annotated[
         str | None,
-        Option(help="Where the profile's model is here: a directory or hub id.  (default: as the profile says)"),
+        Option(help="The profile's model on this machine: a directory or hub id.  (default: as in the profile)"),
     ] = None,
     engine: Annotated[str | None, Option(help=f"{either()}.  (default: the profile's)")] = None,
     engine_args: EngineArguments = None,
     inputs: Annotated[
-        Path | None, Option(help="Of a callable's profile: its inputs, a file with one JSON value a line.")
+        Path | None, Option(help="For a callable's profile: the inputs, a file with one JSON value per line.")
     ] = None,
-    anyway: Annotated[bool, Option("--anyway", help="Check on another machine than the profile's, too.")] = False,
+    anyway: Annotated[
+        bool, Option("--anyway", help="Check even if the profile was measured on another machine or engine.")
+    ] = False,
     as_json: AsJsonOfARun = False,
 ) -> int:
     """Compare this machine with the profile."""

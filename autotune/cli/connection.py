@@ -13,8 +13,8 @@ from typing import Any
 
 from runtime.errors import InputError
 
-TARGET_HELP = "A process number or a socket.  (default: the only process there is)"
-CODES = "Exit codes: 0 done; 2 no such process, more than one to choose from, or a value it refuses."
+TARGET_HELP = "Process id, or control socket.  (default: the only process that has a controller)"
+CODES = "Exit codes: 0 done; 2 no such process, more than one to choose from, or a value that the process refuses."
 ENDED = "it has ended, or its controller has been detached"
 _TIMEOUT_S = 5.0  # what does not answer for so long hangs
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from autotune.report.run.story import Run
 
 HELP = (
-    "Show what a controller did, and why, and where goodput went: LOG as a timeline, then how often each knob was changed, how "
-    "long each regime lasted, and what was rejected, relegated or late, by class. LOG is the file given as "
-    "autotune.control(engine, log=…) or autotune serve --decisions. Times of a simulation are seconds of virtual time. "
-    "Exit codes: 0 shown, 2 LOG cannot be read."
+    "Show what a controller did and why, and where goodput was lost: the decisions as a timeline, then how often each knob "
+    "changed, how long each regime lasted, and how many requests of each class were rejected, relegated or late. LOG is the file "
+    "given as autotune.control(engine, log=…) or autotune serve --decisions. The log of a simulation has times in seconds of "
+    "virtual time. Exit codes: 0 shown, 2 LOG cannot be read."
 )
 EXAMPLES = "Examples:  autotune explain run.jsonl  ·  autotune explain run.jsonl --knob token_budget --json"
 
@@ -31,16 +31,21 @@ def explain(
     log: Annotated[Path, Argument(metavar="LOG", help="A decision log (JSON lines).", show_default=False)],
     knob: Annotated[
         list[str] | None,
-        Option(help=f"Only decisions about this knob; may be repeated. {', '.join(s.name for s in KNOBS)}."),
+        Option(help=f"Show only decisions about this knob: {', '.join(s.name for s in KNOBS)}. Repeatable."),
     ] = None,
     records: Annotated[
         Path | None,
         Option(
-            help="The requests of LOG's last run, as autotune serve --records wrote them: of a run that has no end in LOG."
+            help="The requests of the last run in LOG, as written by autotune serve --records. Needed only if LOG does not "
+            "contain the end of that run."
         ),
     ] = None,
     every: Annotated[
-        bool, Option("--all", help="Every decision; else flips between regimes that changed no knob are one line.")
+        bool,
+        Option(
+            "--all",
+            help="Show every decision. By default, three or more regime changes in a row that change no knob are one line.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> int:

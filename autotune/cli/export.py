@@ -15,8 +15,8 @@ from autotune.writing import writable
 from runtime.errors import InputError
 
 HELP = (
-    "Write a profile's setting as a configuration of vLLM, SGLang, TensorRT-LLM, Triton or Ray Serve. PROFILE is a YAML file, or "
-    "the name of a shipped profile."
+    "Write a setting of a profile as a configuration file of vLLM, SGLang, TensorRT-LLM, Triton or Ray Serve. PROFILE is a YAML "
+    "file, or the name of a shipped profile."
 )
 EXAMPLES = (
     "Examples:  autotune export mine.yaml --to vllm --for interactive --allow-lossy  ·  "
@@ -27,18 +27,34 @@ EXAMPLES = (
 def export(
     profile: ProfileArgument,
     to: Annotated[
-        str, Option("--to", help="Where to: vllm, sglang, tensorrt-llm; triton, ray-serve, which batch callables too.")
+        str,
+        Option(
+            "--to",
+            help="Target: vllm, sglang, tensorrt-llm, triton or ray-serve. The last two also take the profile of a callable.",
+        ),
     ],
     purpose: Purpose = "balanced",
     out: Annotated[
-        Path | None, Option("--out", "-o", help="The file to write.  (default: named for --to, such as vllm.yaml)")
+        Path | None,
+        Option("--out", "-o", help="The file to write.  (default: a name that follows from --to, such as vllm.yaml)"),
     ] = None,
     model: Annotated[
-        str | None, Option(help="A directory or hub id to serve.  (default: the one measured, or of its shape)")
+        str | None,
+        Option(
+            help="The model to serve: a directory or hub id.  (default: the profile's model; for a preset, the published model "
+            "of the same shape)"
+        ),
     ] = None,
-    allow_lossy: Annotated[bool, Option("--allow-lossy", help="Drop knobs that the engine has nothing for.")] = False,
+    allow_lossy: Annotated[
+        bool,
+        Option(
+            "--allow-lossy",
+            help="Drop knobs that have no counterpart in the target; without this option they are an error.",
+        ),
+    ] = False,
     diff: Annotated[
-        Path | None, Option(help="A configuration you have: say what would change in it, and write nothing.")
+        Path | None,
+        Option(help="An existing configuration: print what the export would change in this file, and write nothing."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:

@@ -51,13 +51,13 @@ class Verbs(typer.core.TyperGroup):
 app = typer.Typer(
     name="autotune",
     cls=Verbs,
-    help="Finds and keeps the batching settings of an LLM engine, on your hardware.",
+    help="Find batching settings for an LLM engine on your hardware, and tune them live.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_FIND, _ASK, _LIVE = "Find settings", "What if", "Serve and steer"
+_FIND, _ASK, _LIVE = "Find settings", "Simulate and compare", "Serve and control"
 for _panel, _name, _command, _help, _examples, _short in (
     (
         _FIND,
@@ -65,23 +65,44 @@ for _panel, _name, _command, _help, _examples, _short in (
         profile.profile,
         profile.HELP,
         profile.EXAMPLES,
-        "Measure this machine, find the best settings.",
+        "Measure this machine and find the best settings.",
     ),
-    (_FIND, "check", check.check, check.HELP, check.EXAMPLES, "Is a profile still true here?"),
+    (_FIND, "check", check.check, check.HELP, check.EXAMPLES, "Check that a profile still fits this machine."),
     (_FIND, "profiles", profiles.profiles, profiles.HELP, profiles.EXAMPLES, "List the profiles in this package."),
     (_FIND, "show", show.show, show.HELP, show.EXAMPLES, "Print a profile as a table."),
-    (_FIND, "report", report.report, report.HELP, report.EXAMPLES, "Draw a profile, or a controller's run, as a page."),
-    (_FIND, "export", export.export, export.HELP, export.EXAMPLES, "Take a setting along to another engine."),
-    (_ASK, "simulate", simulate.simulate, simulate.HELP, simulate.EXAMPLES, "What do settings do under another load?"),
-    (_ASK, "capacity", capacity.capacity, capacity.HELP, capacity.EXAMPLES, "Up to which rate is an SLO met?"),
-    (_ASK, "advise", advise.advise, advise.HELP, advise.EXAMPLES, "What would suit a server that is up?"),
-    (_ASK, "bench", bench.bench, bench.HELP, bench.EXAMPLES, "Compare control, defaults and settings, live."),
-    (_LIVE, "serve", serve.serve, serve.HELP, serve.EXAMPLES, "Serve a model over HTTP; --slo tunes it."),
+    (
+        _FIND,
+        "report",
+        report.report,
+        report.HELP,
+        report.EXAMPLES,
+        "Write a profile, or a controller's run, as an HTML page.",
+    ),
+    (
+        _FIND,
+        "export",
+        export.export,
+        export.HELP,
+        export.EXAMPLES,
+        "Write a setting as a configuration of vLLM and others.",
+    ),
+    (_ASK, "simulate", simulate.simulate, simulate.HELP, simulate.EXAMPLES, "Simulate settings under another load."),
+    (
+        _ASK,
+        "capacity",
+        capacity.capacity,
+        capacity.HELP,
+        capacity.EXAMPLES,
+        "Find the highest rate that meets an SLO, by simulation.",
+    ),
+    (_ASK, "advise", advise.advise, advise.HELP, advise.EXAMPLES, "Suggest settings for a running vLLM server."),
+    (_ASK, "bench", bench.bench, bench.HELP, bench.EXAMPLES, "Compare a controller, defaults and settings, live."),
+    (_LIVE, "serve", serve.serve, serve.HELP, serve.EXAMPLES, "Serve a model over HTTP; with --slo, tune the knobs."),
     (_LIVE, "watch", watch.watch, watch.HELP, watch.EXAMPLES, "Watch a live controller."),
-    (_LIVE, "pause", pause.pause, pause.HELP, pause.EXAMPLES, "Have a live controller leave the knobs alone."),
-    (_LIVE, "resume", pause.resume, pause.RESUME_HELP, pause.RESUME_EXAMPLES, "Have it turn the knobs again."),
+    (_LIVE, "pause", pause.pause, pause.HELP, pause.EXAMPLES, "Pause a live controller."),
+    (_LIVE, "resume", pause.resume, pause.RESUME_HELP, pause.RESUME_EXAMPLES, "Resume a paused controller."),
     (_LIVE, "set", set_knobs.set_knobs, set_knobs.HELP, set_knobs.EXAMPLES, "Set knobs of a live engine by hand."),
-    (_LIVE, "explain", explain.explain, explain.HELP, explain.EXAMPLES, "What did a controller do, and why?"),
+    (_LIVE, "explain", explain.explain, explain.HELP, explain.EXAMPLES, "Show what a controller did, and why."),
 ):
     app.command(_name, help=_help, short_help=_short, epilog=_examples, rich_help_panel=_panel)(_command)
 

@@ -42,31 +42,32 @@ EngineArguments = Annotated[
     Option(
         "--engine-arg",
         metavar="NAME=VALUE",
-        help="An argument of vLLM's engine, by its own name: dtype=float32, gpu_memory_utilization=0.8. Repeatable.",
+        help="An engine argument of vLLM, by vLLM's name: dtype=float32, gpu_memory_utilization=0.8. Repeatable.",
     ),
 ]
 ProfiledSlo = Annotated[
     str | None, Option("--slo", help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)")
 ]
-Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
-_KV_CACHE_HELP = "Keys and values as they are computed (auto), or in 8 bits (fp8; our own engine: on CUDA)."
+Dtype = Annotated[str, Option(help="dtype of the model: auto, float32, bfloat16 or float16.")]
+_KV_CACHE_HELP = "dtype of the KV cache: auto (as computed), or fp8 (with this project's own engine only on CUDA)."
 KvCacheDtype = Annotated[str, Option(help=_KV_CACHE_HELP)]
 ProfiledKvCacheDtype = Annotated[str | None, Option(help=f"{_KV_CACHE_HELP}  (default: the profile's, or auto)")]
 Price = Annotated[
     str | None,
     Option(
-        help="What the machine costs: 2.50/h, 40/day or 900/month, in any money.  (default: the profile's, if it has one)"
+        help="Price of the machine, in any currency: 2.50/h, 40/day or 900/month. Adds the cost per million output tokens.  "
+        "(default: the profile's price, if any)"
     ),
 ]
 Controller = Annotated[
-    str | None, Option("--controller", help="Which controller: a name, or module:Class.  (default: predictive)")
+    str | None, Option("--controller", help="The controller, by name or as module:Class.  (default: predictive)")
 ]
-Cpu = Annotated[bool, Option("--cpu", help="Run on the CPU. Neither --cpu nor --gpu: what the machine has.")]
-Gpu = Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")]
+Cpu = Annotated[bool, Option("--cpu", help="Run on the CPU.  (default: the GPU if PyTorch sees one, else the CPU)")]
+Gpu = Annotated[bool, Option("--gpu", help="Run on the GPU. It is an error if PyTorch sees none.")]
 ProfileArgument = Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")]
 Purpose = Annotated[str, Option("--for", help="Which of the profile's settings: interactive, balanced or throughput.")]
-AsJson = Annotated[bool, Option("--json", help="Print one JSON object only.")]
-AsJsonOfARun = Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")]
+AsJson = Annotated[bool, Option("--json", help="Print only one JSON object.")]
+AsJsonOfARun = Annotated[bool, Option("--json", help="Print only one JSON object; progress goes to stderr.")]
 
 
 def check_device(cpu: bool, gpu: bool) -> None:

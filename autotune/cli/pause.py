@@ -10,21 +10,24 @@ from autotune.cli.connection import CODES, TARGET_HELP, tell
 from autotune.cli.exits import DONE
 
 HELP = (
-    "Have a live controller leave the knobs alone; it goes on learning. Budgets of single steps are off meanwhile, so it sets "
-    "the knobs once more, to what holds without them. With --kill it is switched off for good, and the knobs of before its "
-    f"attachment are put back. {CODES}"
+    "Pause a live controller: the controller stops changing the knobs, but goes on learning. A pause also turns off the "
+    "controller's per-step token budgets, so the controller first sets the knobs once more, to values that suit steps without "
+    "these budgets. With --kill, the controller is detached and the engine gets back the knobs from "
+    f"before the controller was attached. {CODES}"
 )
 EXAMPLES = "Examples:  autotune pause  ·  autotune pause 4711 --kill"
-RESUME_HELP = f"Have a paused controller turn the knobs again. {CODES}"
+RESUME_HELP = f"Resume a paused controller: the controller changes the knobs again. {CODES}"
 RESUME_EXAMPLES = "Examples:  autotune resume  ·  autotune resume 4711 --json"
 
 Target = Annotated[str | None, Argument(metavar="[PID|SOCKET]", help=TARGET_HELP, show_default=False)]
-AsJson = Annotated[bool, Option("--json", help="Print the status as one JSON object.")]
+AsJson = Annotated[bool, Option("--json", help="Print the controller's status as one JSON object.")]
 
 
 def pause(
     target: Target = None,
-    kill: Annotated[bool, Option("--kill", help="Switch it off and put the old knobs back.")] = False,
+    kill: Annotated[
+        bool, Option("--kill", help="Detach the controller, and restore the knobs from before it was attached.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Pause, or kill; print how it stands then."""

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from autotune.profile.parts import ObjectiveName
     from autotune.profiling.findings import Findings
 
-HELP = "Measure this machine: find the knob settings that serve the most requests within the SLO, and write them to a profile."
+HELP = (
+    "Measure this machine: find the knob settings that serve the most requests within the SLO, and write the settings to a "
+    "profile. Exit code 1: the SLO was not met, or nothing could be measured."
+)
 EXAMPLES = (
     "Examples:  autotune profile  ·  "
     "autotune profile --model ./my-model --slo ttft=500ms,tpot=50ms --workload azure-code --budget 10m --out mine.yaml"
@@ -62,52 +65,61 @@ def profile(
     workload: Annotated[
         str,
         Option(
-            help="A preset, a trace FILE, azure-conv:FILE to replay one, or classes: chat=azure-conv@0.8+batch=azure-code@0.2."
+            help="A preset, a trace FILE, azure-conv:FILE to replay a trace, or a mix of classes: "
+            "chat=azure-conv@0.8+batch=azure-code@0.2."
         ),
     ] = "azure-conv",
     slo: Annotated[
-        str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can meet.")
+        str | None,
+        Option(
+            help="The SLO.  (default: ttft=500ms,tpot=50ms@99%; on a machine too slow for that, both times a round factor longer)"
+        ),
     ] = None,
     classes: Classes = None,
     objective: Annotated[
         str,
-        Option(help="goodput: requests/s within the SLO; mean-e2e: without an SLO, the lowest mean E2E at --rate."),
+        Option(help="goodput: most requests/s within the SLO; mean-e2e: no SLO, lowest mean E2E at --rate."),
     ] = "goodput",
     sim_trials: Annotated[
-        int | None, Option(help="How many settings to simulate, in at most a fifth of the budget.  (default: 240)")
+        int | None, Option(help="How many settings to simulate. Takes at most a fifth of the budget.  (default: 240)")
     ] = None,
     trials: Annotated[
         int | None,
-        Option(help="How many settings to measure on the hardware; without --budget there is then no time limit."),
+        Option(
+            help="How many settings to measure on the hardware. With --trials alone, without --budget, there is no time limit."
+        ),
     ] = None,
     budget: Annotated[
         str | None,
         Option(
-            help=f"Time for everything after loading, such as 90s.  (default: {DEFAULT_BUDGET}, {GPU_BUDGET} on a GPU)"
+            help=f"Time for everything after loading the model, such as 90s.  (default: {DEFAULT_BUDGET}, {GPU_BUDGET} on a GPU)"
         ),
     ] = None,
-    pin: Annotated[list[str] | None, Option(help="Fix a knob: token_budget=512. Repeatable.")] = None,
+    pin: Annotated[
+        list[str] | None, Option(help="Fix a knob instead of searching it: token_budget=512. Repeatable.")
+    ] = None,
     ranges: Annotated[
-        list[str] | None, Option("--range", help="Search a knob within: token_budget=64:2048. Repeatable.")
+        list[str] | None, Option("--range", help="Search a knob only within a range: token_budget=64:2048. Repeatable.")
     ] = None,
     out: Annotated[
         Path | None, Option("--out", "-o", help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml)")
     ] = None,
-    seed: Annotated[int, Option(min=0, max=2**31, help="Of the load, the search and random weights.")] = 0,
+    seed: Annotated[int, Option(min=0, max=2**31, help="Seed of the load, the search and random weights.")] = 0,
     rate: Annotated[
         float | None,
         Option(
-            help="Requests/s to compare settings at.  (default: as --workload says by rate or time, else about what the best of "
-            "them can serve)"
+            help="Requests/s at which to compare settings.  (default: the rate or time in --workload, else about what the best "
+            "setting can serve)"
         ),
     ] = None,
     price: Annotated[
-        str | None, Option(help="Of this machine, such as 2.50/h: tables then say money per million tokens.")
+        str | None,
+        Option(help="Price of this machine, in any currency: 2.50/h. Adds the cost per million output tokens."),
     ] = None,
     workers: Annotated[
         int | None,
         Option(
-            help="Processes that simulate, up to 8 at a time; the result is the same for any number.  (default: half as many as "
+            help="Processes that simulate, up to 8 at a time. The number does not change the result.  (default: half as many as "
             "there are cores)"
         ),
     ] = None,
@@ -115,38 +127,39 @@ def profile(
         str | None,
         Option(
             envvar="AUTOTUNE_STORAGE",
-            help="A database to share the study with other machines: postgresql+psycopg://USER@HOST/DATABASE.",
+            help="A database, to share the study with other machines: postgresql+psycopg://USER@HOST/DATABASE.",
         ),
     ] = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
     study: Annotated[
-        Path | None, Option(help="The study's journal, or its name in --storage.  (default: beside --out)")
+        Path | None,
+        Option(help="Journal file of the study; with --storage, the study's name there.  (default: beside --out)"),
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="Discard an earlier study instead of resuming it.")] = False,
     as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object only, the profile; progress goes to stderr.")
+        bool, Option("--json", help="Print only one JSON object, the profile; progress goes to stderr.")
     ] = False,
     callable_name: Annotated[
         str | None,
         Option(
             "--callable",
             metavar="MODULE:FUNCTION",
-            help="Profile a function that takes a list, for the Batcher, instead of a language model.",
+            help="Instead of a language model, profile a Python function that takes a list, for the Batcher.",
         ),
     ] = None,
     inputs: Annotated[
-        Path | None, Option(help="With --callable: its inputs, a file with one JSON value a line.")
+        Path | None, Option(help="With --callable: the function's inputs, a file with one JSON value per line.")
     ] = None,
     cost: Annotated[
         str | None,
-        Option(help="With --callable: what an input costs: len, or MODULE:FUNCTION.  (default: 1 each)"),
+        Option(help="With --callable: the cost of an input: len, or MODULE:FUNCTION.  (default: 1 for every input)"),
     ] = None,
     strategy: Annotated[
-        str | None, Option(help="With --callable: only adaptive, or only dynamic.  (default: both)")
+        str | None, Option(help="With --callable: the batching strategy to try, adaptive or dynamic.  (default: both)")
     ] = None,
-    most: Annotated[int, Option(help="With --callable: most items in a call.")] = 256,
-    replicas: Annotated[int, Option(help="With --callable: workers that call it at a time.")] = 1,
+    most: Annotated[int, Option(help="With --callable: most items in one call.")] = 256,
+    replicas: Annotated[int, Option(help="With --callable: workers that call the function in parallel.")] = 1,
 ) -> int:
     """Profile the machine; the exit code says whether the SLO can be met."""
     from autotune.cli.profile_callable import profile_callable, refuse

@@ -16,9 +16,11 @@ EXAMPLES = (
 
 
 def profiles(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object only."),
-    schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a profile instead, for editors."),
-    of_callable: bool = typer.Option(False, "--callable", help="With --schema: of the profile of a callable."),
+    as_json: bool = typer.Option(False, "--json", help="Print only one JSON object."),
+    schema: bool = typer.Option(
+        False, "--schema", help="Print the JSON schema of profiles, for editors, instead of the list."
+    ),
+    of_callable: bool = typer.Option(False, "--callable", help="With --schema: the schema of callables' profiles."),
 ) -> int:
     """List the shipped profiles; a broken one is an error."""
     from rich.table import Table

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from autotune.report import Evidence, Report
 
 HELP = (
-    "Show what a profile found: one HTML file with every plot inside it, to open from disk or to send, and the essentials "
-    "here. PROFILE is a YAML file, or the name of a shipped profile; the raw runs beside it are used if they are there. "
-    "Given LOG, a controller's decision log, the page shows that run. "
+    "Write a profile as one self-contained HTML page of plots, and print the essentials. PROFILE is a YAML file, or the name of "
+    "a shipped profile; the file of raw runs beside the profile is used if there is one. LOG is a controller's decision log; the "
+    "page then shows that run. "
     "Exit codes: 0 written, 2 PROFILE or LOG cannot be read, or --out cannot be written."
 )
 EXAMPLES = (
@@ -34,7 +34,7 @@ def report(
         str,
         Argument(
             metavar="PROFILE|LOG",
-            help="A profile, by file or by its name in `autotune profiles`; or a decision log.",
+            help="A profile (a file, or a name from `autotune profiles`), or a decision log.",
             show_default=False,
         ),
     ],
@@ -43,12 +43,12 @@ def report(
         Option(
             "--out",
             "-o",
-            help="The page to write.  (default: beside the profile or log, .html instead of .yaml; here for a shipped profile)",
+            help="The page to write.  (default: beside the profile or log, named .html; for a shipped profile, in this folder)",
         ),
     ] = None,
     records: Annotated[
         Path | None,
-        Option(help="With a decision log: the requests of that run, as autotune serve --records wrote them."),
+        Option(help="With a decision log: the requests of that run, as written by autotune serve --records."),
     ] = None,
     price: Price = None,
     open_: Annotated[bool, Option("--open", help="Show the page in your browser.")] = False,

@@ -43,7 +43,10 @@ from runtime.slo import SLO
 if TYPE_CHECKING:
     from autotune.profile import Profile
 
-HELP = "Serve a model over HTTP: OpenAI's completions and chat completions, health, and metrics for Prometheus."
+HELP = (
+    "Serve a model over HTTP: OpenAI's completions and chat completions, health, and metrics for Prometheus. With an SLO, a "
+    "controller tunes the knobs meanwhile."
+)
 EXAMPLES = (
     "Examples:  autotune serve tiny  ·  autotune serve ./my-model --slo ttft=500ms,tpot=50ms --port 9000 --token-budget 512"
     "  ·  autotune serve --profile mine.yaml"
@@ -60,70 +63,97 @@ def serve(
         ),
     ] = None,
     more: Annotated[
-        list[str] | None, Argument(metavar="[-- VLLM OPTIONS]", help="With --engine vllm: options of `vllm serve`.")
+        list[str] | None,
+        Argument(metavar="[-- VLLM OPTIONS]", help="With --engine vllm: options to pass to `vllm serve`."),
     ] = None,
-    on: Annotated[str, Option("--engine", help=f"{choices_to_serve()}.")] = DEFAULT,
+    engine: Annotated[str, Option(help=f"{choices_to_serve()}.")] = DEFAULT,
     slo: ProfiledSlo = None,
     classes: Annotated[
         list[str] | None,
         Option(
             "--class",
             metavar="NAME:SLO[*WEIGHT]",
-            help="Requests that say request_class NAME have an SLO of their own: chat:ttft=300ms,tpot=30ms*2. Repeatable.  "
-            "(default: the profile's, without --slo)",
+            help="Requests whose field request_class is NAME have an SLO and a weight of their own: "
+            "chat:ttft=300ms,tpot=30ms*2. Repeatable.  (default: the profile's classes, unless --slo is given)",
         ),
     ] = None,
     host: Annotated[
-        str, Option(help="Address to listen on. There is no authentication yet: think twice.")
+        str,
+        Option(
+            help="Address to listen on. The server has no authentication: do not expose it without a proxy that authenticates."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one and prints it.")] = 8000,
+    port: Annotated[
+        int, Option(min=0, max=65535, help="Port to listen on. 0 takes a free port and prints its number.")
+    ] = 8000,
     profile: Annotated[
-        Path | None, Option(help="Start with a profile's knobs, SLO, dtype and KV pool; options given here win.")
+        Path | None,
+        Option(
+            help="Start with a profile's knobs, SLO, dtype and KV pool. Options on the command line take precedence."
+        ),
     ] = None,
     purpose: Purpose = "balanced",
-    anyway: Annotated[bool, Option("--anyway", help="Use a profile of another machine, too.")] = False,
+    anyway: Annotated[
+        bool, Option("--anyway", help="Use the profile even if it was measured on another machine.")
+    ] = False,
     knobs: dict[str, float] | None = None,
-    dtype: Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")] = None,
-    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        str | None,
+        Option(help="dtype of the model: auto, float32, bfloat16 or float16.  (default: the profile's, or auto)"),
+    ] = None,
+    device: Annotated[str, Option(help="Where the model runs: auto, cpu, cuda or cuda:N.")] = "auto",
     kv_cache_dtype: ProfiledKvCacheDtype = None,
-    max_model_len: Annotated[int | None, Option(help="Lower the model's context to this many tokens.")] = None,
-    kv_tokens: Annotated[int | None, Option(help="Size of the KV pool.  (default: what the memory allows)")] = None,
-    max_queue: Annotated[int, Option(help="Requests that may wait; more are answered with 429.")] = 4096,
-    ordering: Annotated[str, Option(help=f"Who goes next: {', '.join(ORDERINGS)}.")] = "priority",
+    max_model_len: Annotated[
+        int | None, Option(help="Longest context, in tokens, if shorter than the model's.")
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, Option(help="Size of the KV pool, in tokens.  (default: the profile's, or what the memory allows)")
+    ] = None,
+    max_queue: Annotated[int, Option(help="Most requests that may wait. Further requests get HTTP 429.")] = 4096,
+    ordering: Annotated[
+        str, Option(help=f"Order in which waiting requests are served: {', '.join(ORDERINGS)}.")
+    ] = "priority",
     threads: Annotated[int | None, Option(min=1, help="CPU threads of the model.")] = None,
     served_model_name: Annotated[str | None, Option(help="The name clients use.  (default: MODEL)")] = None,
-    grace: Annotated[float, Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
+    grace: Annotated[float, Option(min=0, help="Seconds that running requests have to finish after SIGTERM.")] = 30.0,
     reject_late: Annotated[
         bool,
         Option(
             "--reject-late/--no-reject-late",
-            help="Reject (429) what cannot meet its TTFT any more, or relegate it if its class weighs less than 1, and order by "
-            "deadline. Needs an SLO with a TTFT.",
+            help="Reject (HTTP 429) requests that can no longer meet their TTFT target, and order the queue by deadline. Late "
+            "requests of a class with a weight below 1 are relegated instead, as by --relegate-late. Needs an SLO with a TTFT or "
+            "E2E target.",
         ),
     ] = False,
     relegate_late: Annotated[
         bool,
         Option(
             "--relegate-late/--no-relegate-late",
-            help="Compute what cannot meet its TTFT any more after all that can, and order by deadline. Needs such an SLO too.",
+            help="Compute requests that can no longer meet their TTFT target after all requests that can, and order the queue by "
+            "deadline. Needs an SLO with a TTFT or E2E target.",
         ),
     ] = False,
     controlled: Annotated[
         bool | None,
         Option(
-            "--control/--no-control", help="Turn the knobs so that the SLO is met.  (default: when there is an SLO)"
+            "--control/--no-control",
+            help="Attach a controller, which changes the knobs to meet the SLO.  (default: if there is an SLO)",
         ),
     ] = None,
     controller: Controller = None,
-    decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,
-    records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
-    seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
-    as_json: Annotated[bool, Option("--json", help="Say where it serves, and with what, as a line of JSON.")] = False,
+    decisions: Annotated[
+        Path | None, Option(help="File to append the controller's decisions to, for autotune explain.")
+    ] = None,
+    records: Annotated[Path | None, Option(help="File to append every ended request to, one JSON line each.")] = None,
+    seed: Annotated[int, Option(min=0, max=2**31, help="Seed of sampling, and of a preset's random weights.")] = 0,
+    as_json: Annotated[
+        bool, Option("--json", help="Print the address, the model and the knobs as one line of JSON.")
+    ] = False,
 ) -> int:
     """Serve until stopped."""
     if model is not None and model.startswith("-"):  # what follows -- begins with the model, where none was named
         more, model = [model, *(more or [])], None
-    by = engine_named(on)
+    by = engine_named(engine)
     serving = by.serving
     check_serving(by, given_options(context), more or ())
     if kv_cache_dtype is not None:
@@ -170,7 +200,7 @@ def serve(
         classes = [str(one) for one in start_with.classes]
     if request_classes(classes or []) and target is None:
         raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
-    check_engine(on)
+    check_engine(engine)
     from autotune.cli.target import check_dtype, loading
 
     if isinstance(serving, InProcess):

@@ -13,8 +13,8 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
 HELP = (
-    "Set knobs of a live engine by hand, from the next step on. Its controller pauses, so that it does not undo them; autotune "
-    f"resume gives them back. {CODES}\n\nThe knobs: {'; '.join(f'{s.name} ({s.unit}): {s.doc}' for s in KNOBS)}."
+    "Set knobs of a live engine by hand, from the next step on. The controller is paused, so that it does not undo the change; "
+    f"autotune resume ends the pause. {CODES}\n\nThe knobs: {'; '.join(f'{s.name} ({s.unit}): {s.doc}' for s in KNOBS)}."
 )
 EXAMPLES = (
     "Examples:  autotune set max_batch_size=32 token_budget=512  ·  autotune set --process 4711 max_wait_ms=0 --json"
@@ -22,11 +22,13 @@ EXAMPLES = (
 
 
 def set_knobs(
-    settings: Annotated[list[str], Argument(metavar="KNOB=VALUE...", help="One or more knobs.", show_default=False)],
+    settings: Annotated[
+        list[str], Argument(metavar="KNOB=VALUE...", help="One or more knobs and their values.", show_default=False)
+    ],
     process: Annotated[
         str | None, Option("--process", metavar="PID|SOCKET", help=TARGET_HELP, show_default=False)
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print the status as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the controller's status as one JSON object.")] = False,
 ) -> int:
     """Set them; 2 when one is no knob, or the engine refuses it."""
     tell(process, "set", as_json=as_json, knobs=parse_settings(settings))

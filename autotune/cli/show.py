@@ -10,7 +10,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from autotune.profile import Profile
 
-HELP = "Check a profile and print its table. PROFILE is a YAML file, or the name of a shipped profile."
+HELP = "Validate a profile, and print it as a table. PROFILE is a YAML file, or the name of a shipped profile."
 EXAMPLES = "Examples:  autotune show cpu-2core-tiny --price 2.50/h  ·  autotune show cpu-2core-tiny --json | jq .knobs"
 
 
@@ -65,19 +65,23 @@ def model_lines(profile: Profile) -> list[str]:
     if (cost := profile.cost_model) is not None:
         regions = ", ".join(f"{r.region} {r.median:.1%}" for r in cost.regions)
         lines.append(
-            f"step times known to {cost.error:.1%} (cross-validated; {regions}), from {cost.points} kinds of steps in "
-            f"{cost.seconds:.0f} s"
+            f"error of predicted step times {cost.error:.1%} (cross-validated median; {regions}), from {cost.points} kinds of "
+            f"steps measured in {cost.seconds:.0f} s"
         )
         if (jitter := cost.jitter) is not None:
             low, high = jitter.four_in_five()
             lines.append(
-                f"served, a step takes {cost.serving_overhead_s * 1e3:.2g} ms more; four in five are within {low:.2f} to "
-                f"{high:.2f} of that"
+                f"serving adds {cost.serving_overhead_s * 1e3:.2g} ms to the predicted time of a step; 80% of steps (weighted by "
+                f"time) take {low:.2f} to {high:.2f} times the sum"
             )
     if (simulation := profile.simulation) is not None:
         error = simulation.goodput_error
-        off = "" if error is None else f"; its goodput was off by {_off(error)} (median, at the rate compared)"
-        lines.append(f"{simulation.trials} settings simulated in {simulation.cpu_seconds:.0f} s of CPU{off}")
+        off = (
+            ""
+            if error is None
+            else f"; simulated goodput was off by {_off(error)} from measured (median, at the rate compared)"
+        )
+        lines.append(f"{simulation.trials} settings simulated in {simulation.cpu_seconds:.0f} s of CPU time{off}")
     return lines
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity
 
 HELP = (
-    "Simulate a profiled machine under a load: the profile's settings, or one given by knobs, or a controller. Exit code 1: "
-    "none of them meets the SLO."
+    "Simulate a profiled machine under a load: with the profile's settings, with one setting given by knob options, or under a "
+    "controller. Exit code 1: no setting meets the SLO."
 )
 EXAMPLES = (
     "Examples:  autotune simulate mine.yaml --workload azure-code --rate 12  ·  "
@@ -33,7 +33,7 @@ def simulate(
     slo: ProfiledSlo = None,
     classes: ProfiledClasses = None,
     rate: Annotated[
-        float | None, Option(help="Requests/s.  (default: the one --workload names, or else the profile's)")
+        float | None, Option(help="Requests/s.  (default: the rate in --workload, else the profile's)")
     ] = None,
     knobs: dict[str, float] | None = None,
     controller: shared.ControllerName = None,

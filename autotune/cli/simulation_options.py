@@ -43,19 +43,24 @@ Workload = Annotated[
 ]
 ControllerName = Annotated[
     str | None,
-    Option(
-        help=f"Have this controller turn the knobs, from each setting on: {', '.join(CONTROLLERS)}, or module:Class."
-    ),
+    Option(help=f"Attach a controller, which starts from each setting: {', '.join(CONTROLLERS)}, or module:Class."),
 ]
 Scale = Annotated[
     str | None,
-    Option(help="Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."),
+    Option(
+        help="Simulate another machine, by its speeds relative to the profile's machine: compute=0.5,bandwidth=0.4,overhead=1."
+    ),
 ]
 KvTokens = Annotated[
     int | None, Option(min=1, max=MOST_KV_TOKENS, help="Tokens in the KV pool.  (default: the profile's)")
 ]
-Seeds = Annotated[int, Option(min=1, max=1000, help="Independent sets of requests; intervals are over these.")]
-FirstSeed = Annotated[int, Option(min=0, max=2**31, help="The first of them.")]
+Seeds = Annotated[
+    int,
+    Option(min=1, max=1000, help="How many independent sets of requests to simulate; intervals are over these sets."),
+]
+FirstSeed = Annotated[
+    int, Option(min=0, max=2**31, help="Seed of the first set of requests; the other sets have the seeds that follow.")
+]
 Requests = Annotated[int, Option(min=10, max=10_000_000, help="Requests in each simulation.")]
 _ALIKE = 0.03  # relative difference of two capacities that is no difference
 
@@ -195,7 +200,7 @@ class SimulationOptions:
         return (
             f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtypes}) on "
             f"{describe(profile.machine)}{speeds}\n"
-            f"cost model {profile.cost_model.family}, error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
+            f"cost model {profile.cost_model.family}, {_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"
             f"{control}{classes}{warning}"
         )
@@ -213,8 +218,10 @@ class SimulationOptions:
             or offered != setting.point.rate
         ):
             return None
-        longer = "; longer runs, as here, hold longer bursts" if window > 1.5 * load.window_s else ""
-        return f"{RECOMMENDED} measured {self._measured_and_simulated(setting.point, stop)}{longer}"
+        longer = ""
+        if window > 1.5 * load.window_s:
+            longer = " The simulations in the table are longer than these windows, and longer runs hold longer bursts."
+        return f"{RECOMMENDED} setting, as profiled: {self._measured_and_simulated(setting.point, stop)}{longer}"
 
     def _measured_and_simulated(self, point: Point, stop: Callable[[], bool]) -> str:
         """What ``point`` measured, and what simulations of its very requests say, under several draws of the step-time noise:
@@ -228,16 +235,17 @@ class SimulationOptions:
         if high - low > _ALIKE / 3:
             said += f" on average ({low:.1%} to {high:.1%} in {DRAWS} draws of the step-time noise)"
         if abs(found.even - mean) > _ALIKE / 3:
-            said += f", {found.even:.1%} if each step took its mean time"
+            said += f", and {found.even:.1%} if each step takes its mean time"
+        said += "."
         if found.pessimistic or found.optimistic:
             how, steps = ("pessimistic", "less") if found.pessimistic else ("optimistic", "more")
             said += (
-                f"; simulations of this machine are {how} by {abs(mean - point.attainment) * 100:.0f} points here: steps took "
-                f"{steps} time, or scattered {steps}, than while the machine was calibrated"
+                f" Simulations of this machine are {how} by {abs(mean - point.attainment) * 100:.0f} points here: in the "
+                f"measurement, steps took {steps} time, or scattered {steps}, than in the calibration."
             )
         return (
-            f"{point.attainment:.1%} of {point.offered} requests, in windows of {load.window_s:.3g} s; "
-            f"simulated over those very requests: {said}"
+            f"{point.attainment:.1%} of {point.offered} requests met the SLO when measured, in windows of {load.window_s:.3g} s. "
+            f"A simulation of the same requests gives {said}"
         )
 
     def beside_capacity(self, found: float, requests: int, stop: Callable[[], bool]) -> str | None:
@@ -249,8 +257,9 @@ class SimulationOptions:
         if not self.as_profiled or point is None or abs(found / point.offered_rate - 1) < _ALIKE:
             return None
         return (
-            f"the profile's own capacity, {point.offered_rate:.3g} req/s, measured {self._measured_and_simulated(point, stop)}; "
-            f"{requests} requests take {number(requests / point.offered_rate)} s, with longer bursts and more slow steps"
+            f"The profile has a capacity of {point.offered_rate:.3g} req/s: {self._measured_and_simulated(point, stop)} "
+            f"At that rate, {requests} requests take {number(requests / point.offered_rate)} s, with longer bursts and more slow "
+            "steps."
         )
 
     def data(self) -> dict[str, Any]:
@@ -352,9 +361,10 @@ def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:
 
 
 def _as_served(cost: CostFacts) -> str:
-    """What steps take and how they scatter beyond the fit, a clause."""
-    more = f", {cost.serving_overhead_s * 1e3:.2g} ms more in service" if cost.serving_overhead_s else ""
-    return more + (", scattered as served steps were" if cost.jitter is not None else "")
+    """How far off step times are, what they take and how they scatter beyond the fit, a clause."""
+    fit = f"error of step times {cost.error:.1%}"
+    more = f"; serving adds {cost.serving_overhead_s * 1e3:.2g} ms to a step" if cost.serving_overhead_s else ""
+    return fit + more + ("; step times scatter as measured in serving" if cost.jitter is not None else "")
 
 
 def capacity_words(found: SettingCapacity) -> str:
@@ -387,7 +397,7 @@ def conclude(
 def say_stopped(done: int, total: int, *, pricing: bool, priced: bool = False) -> None:
     """On stderr, after what was found: a table that looks whole is not. ``priced``: the cheapest so far was said."""
     lacking = f"{done} of {total} settings are done" if done < total else "all settings are done"
-    cheapest = ", what is left may be cheaper" if priced else ", the cheapest is not known" if pricing else ""
+    cheapest = "; settings not tried may be cheaper" if priced else "; the cheapest is not known" if pricing else ""
     print(f"stopped: {lacking}{cheapest}", file=sys.stderr)
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from autotune.control.decision_log import Decision
 
 HELP = (
-    "Watch a live controller: its knobs, attainment, its regime, and its last decisions. Ctrl-C ends "
-    "watching, not the process. Exit codes: 0 watched until Ctrl-C or its end, or until nobody reads the output; 2 no such "
-    "process, or several to choose from."
+    "Watch a live controller: knobs, attainment, regime and last decisions. Ctrl-C ends watching, not the process. "
+    "Exit codes: 0 Ctrl-C, the controller ended, or nobody reads the output any more; 2 no such process, or more than one to "
+    "choose from."
 )
 EXAMPLES = "Examples:  autotune watch  ·  autotune watch 4711 --once --json"
 _SHOWN = 8  # decisions in the live view
@@ -35,10 +35,13 @@ _LONGEST_S = 3600.0  # between two looks
 
 def watch(
     target: Annotated[str | None, Argument(metavar="[PID|SOCKET]", help=TARGET_HELP, show_default=False)] = None,
-    once: Annotated[bool, Option("--once", help="Print how it stands now, and end.")] = False,
-    every: Annotated[float, Option(help="Seconds between looks.", min=0.1, max=_LONGEST_S)] = 1.0,
+    once: Annotated[bool, Option("--once", help="Print the present status once, and exit.")] = False,
+    every: Annotated[float, Option(help="Seconds between updates.", min=0.1, max=_LONGEST_S)] = 1.0,
     as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object a look, with the decisions since the one before.")
+        bool,
+        Option(
+            "--json", help="Print one JSON object per update: the status, and the decisions since the previous update."
+        ),
     ] = False,
 ) -> int:
     """Watch until Ctrl-C, or until it ends."""

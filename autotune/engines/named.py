@@ -269,7 +269,7 @@ _ENGINES: Final[dict[str, _Row]] = {
         in_facts="vllm",
         about="vLLM in this process",
         needs="needs --model",
-        served="a vllm serve that tunes itself",
+        served="`vllm serve` with autotune's scheduler",
         module="autotune.engines.vllm.named",
         knobs={
             "max_batch_size": "max_num_seqs",
@@ -340,9 +340,7 @@ def either() -> str:
 
 def choices() -> str:
     """For the help of ``--engine``: each with what it is, and what it then needs."""
-    return "; ".join(
-        f"{name}: {row.about}{row.needs and f', which then {row.needs}'}" for name, row in _ENGINES.items()
-    )
+    return "; ".join(f"{name}: {row.about}{row.needs and f' ({row.needs})'}" for name, row in _ENGINES.items())
 
 
 def choices_briefly() -> str:

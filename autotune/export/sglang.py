@@ -36,7 +36,7 @@ def _budget(source: EngineSource) -> Written:
 def _about_budget(source: EngineSource) -> str:
     if source.knobs.draft_tokens == 0:
         return ""
-    return "while it drafts, SGLang runs prompts and decodes in steps of their own, and the budget is that of prompts"
+    return "while SGLang drafts, it runs prompts and decodes in separate steps, and the budget is that of prompts"
 
 
 def _drafts(source: EngineSource) -> Written:
@@ -62,8 +62,8 @@ SGLANG = ExportTarget(
             Fit.APPROXIMATE,
             ("chunked-prefill-size", "max-prefill-tokens", "enable-mixed-chunk"),
             _budget,
-            said="SGLang counts a prompt's tokens in whole pages of its KV cache, of which this must be a multiple where a page "
-            "is more than a token, and does not mix prompts with decodes while a request wants log-probabilities",
+            said="if a page of SGLang's KV cache holds more than one token, this value must be a multiple of the page size; "
+            "SGLang does not mix prompts with decodes in a step while a request wants log-probabilities",
             about=_about_budget,
         ),
         "chunk_size": Row(
@@ -75,7 +75,7 @@ SGLANG = ExportTarget(
             Fit.APPROXIMATE,
             ("speculative-algorithm", "speculative-num-draft-tokens", "speculative-ngram-max-bfs-breadth"),
             _drafts,
-            said="SGLang drafts for every sequence from what all of them have said",
+            said="SGLang drafts for every sequence, from the text of all sequences",
             harmless=no_drafts,
         ),
     },

@@ -13,8 +13,7 @@ from autotune.profile.callable import CallablePoint, CallableProfile
 from autotune.profile.fingerprint import describe
 from runtime.knobs import Knobs
 
-_AS_THEN = "The settings are those that it had then: EXACT, but where a note says approximate."
-_A_START = "The settings are a place to start from there; what they give there is to be measured there."
+_AS_THEN = "The settings are those of that measurement: EXACT, unless a note says approximate."
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class EngineSource(Source):
         if self.measured_there:
             return f"The figures below were measured on {title} {engine.version}. {_AS_THEN}"
         whose = f"this project's own engine ({engine})" if ours(engine.name) else str(engine)
-        return f"The figures below were measured on {whose}, not on {title}. {_A_START}"
+        return f"The figures below were measured on {whose}, not on {title}. {_a_start(title)}"
 
     def facts(self) -> Mapping[str, str]:
         p, load = self.profile, self.profile.workload
@@ -116,11 +115,14 @@ class EngineSource(Source):
         if profile.machine.kind == "cpu":
             yield _on_a_cpu(profile.machine)
         if self.model_given and self.model != profile.model.name:
-            yield f"measured with model {profile.model.name}, exported for {self.model}: its steps take another time"
+            yield (
+                f"measured with model {profile.model.name}, exported for {self.model}: the step times of {self.model} are "
+                "different"
+            )
         if self.model is None:
             yield (
-                f"measured with {profile.model.name}, random weights of a shape that nobody has published: put your model in "
-                "place of MODEL, whose steps take another time (or name it here: --model DIRECTORY or HUB_ID)"
+                f"measured with {profile.model.name}, a shape with random weights that no published model has: replace MODEL by "
+                "your model, or export again with --model DIRECTORY or HUB_ID; the step times of your model are different"
             )
         yield from _doubts(profile)
 
@@ -147,9 +149,7 @@ class CallableSource(Source):
 
     def origin(self, title: str) -> str:
         how = "measured on" if self.point is None or self.point.source == "measured" else "simulated for"
-        return (
-            f"The figures below were {how} this project's own batcher ({self.measured_on}), not on {title}. {_A_START}"
-        )
+        return f"The figures below were {how} this project's own batcher ({self.measured_on}), not on {title}. {_a_start(title)}"
 
     def facts(self) -> Mapping[str, str]:
         p, load = self.profile, self.profile.workload
@@ -190,6 +190,10 @@ def callable_source(target: str, profile: CallableProfile, profile_name: str, mo
     return CallableSource(target, profile_name, point.knobs, model, profile, point)
 
 
+def _a_start(title: str) -> str:
+    return f"Use the settings as a starting point, and measure on {title} what they give."
+
+
 def _made(name: str, profile: Profile | CallableProfile) -> str:
     stopped = "" if profile.status == "complete" else "; that run was stopped before its end"
     return f"{name}, made by `{profile.command}` on {profile.created}{stopped}"
@@ -223,7 +227,7 @@ def _tails(times: Mapping[str, float | None]) -> str:
 
 
 def _on_a_cpu(machine: Machine) -> str:
-    return f"measured on a CPU ({machine.cpu}): these settings speak of that CPU; for a GPU, profile on the GPU"
+    return f"measured on a CPU ({machine.cpu}): these settings are for that CPU; for a GPU, profile on the GPU"
 
 
 def _doubts(profile: Profile | CallableProfile) -> Iterator[str]:

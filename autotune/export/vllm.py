@@ -39,7 +39,8 @@ def _drafts(source: EngineSource) -> Written:
 def _about_model(source: EngineSource) -> str:
     if source.model is not None:
         return ""
-    return f"{source.profile.model.name} is a shape with random weights that nobody has published; name yours in the command"
+    shape = source.profile.model.name
+    return f"{shape} is a shape with random weights that no published model has; name your model in the command"
 
 
 def _about_length(source: EngineSource) -> str:

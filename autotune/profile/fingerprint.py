@@ -123,9 +123,9 @@ def measured_elsewhere(profiled: Machine, *, gpu: bool) -> str:
             f"profile was measured on {profiled.cores} core{'s' * (profiled.cores != 1)}, this machine has {here.cores}"
         )
     if profiled.kind == "gpu" and not gpu:
-        return f"profile was measured on {profiled.processor}, here the CPU is used"
+        return f"profile was measured on {profiled.processor}, but this run uses the CPU"
     if gpu and profiled.kind == "cpu":
-        return f"profile was measured on the CPU of a machine, {profiled.processor}, here {here.processor} is used"
+        return f"profile was measured on a CPU ({profiled.processor}), but this run uses the GPU {here.processor}"
     return f"profile was measured on {profiled.processor}, this machine has {here.processor}"
 
 

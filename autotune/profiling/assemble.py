@@ -200,7 +200,10 @@ def sure_of(findings: Findings) -> Confidence | None:
     if found is None or not missing:
         return found
     return found.model_copy(
-        update={"sentence": f"{found.sentence}; less sure than that, for the calibration saw {', '.join(missing)}"}
+        update={
+            "sentence": f"{found.sentence} The recommendation is less certain than that, because the calibration saw "
+            f"{', '.join(missing)}."
+        }
     )
 
 

@@ -232,30 +232,32 @@ def confidence(
     """
     regret = max(0.0, regret)
     if full:
-        said = "noise is not visible: in every run all requests met the SLO"
+        said = "Noise is not visible: in every run all requests met the SLO."
     elif repeats is None:
-        said = "nothing was measured twice"
+        said = "No setting was measured twice."
     else:
-        said = f"runs of one setting differ by {_at_least(repeats)}"
-        if noise > repeats:
-            said += f", where chance alone makes {_at_least(noise)}"
+        more = f"; sampling noise alone would be {_at_least(noise)}" if noise > repeats else ""
+        said = f"Runs of one setting differ by {_at_least(repeats)}{more}."
     what, likely = ("the best", best) if unbeaten is None else ("as good as any measured", unbeaten)
     chance = "above 99%" if likely > 0.99 else f"of {likely:.0%}"
     if regret < _NOTHING:
         falls_short = "take no longer than" if takes_longer else "serve as much as"
     else:
         falls_short = f"take {regret:.1%} longer than" if takes_longer else f"serve {regret:.1%} less than"
-    sure = f"{what} with a probability {chance}, and is expected to {falls_short} the best of them"
+    sure = f"{what} with a probability {chance}, and is expected to {falls_short} the best of the measured settings."
     if measured < 2:
-        said += "; the recommended setting is the only one measured: the recommendation rests on simulation"
+        said += " The recommended setting is the only one measured: the recommendation rests on simulation."
     elif not near:
-        said += f"; of {measured} settings measured the recommended one is {sure}"
+        said += f" Of {measured} measured settings, the recommended one is {sure}"
     else:
+        others = measured - 1
         which = (
-            f"the {measured} settings measured" if near == measured - 1 else f"it from {near} of {measured - 1} others"
+            f"the {measured} measured settings"
+            if near == others
+            else f"the recommended one from {near} of {others} others"
         )
-        said += f"; the measurements alone do not separate {which}: "
-        prefers = simulation_agrees and unbeaten is None  # among equals it may be that none is better
-        with_simulation = "with simulation, which prefers it," if prefers else "by them and simulation together"
-        said += f"{with_simulation} the recommended one is {sure}"
+        said += f" The measurements alone do not separate {which}."
+        if simulation_agrees and unbeaten is None:  # among equals it may be that none is better
+            said += " Simulation prefers the recommended setting."
+        said += f" By measurements and simulation together, the recommended setting is {sure}"
     return Confidence(noise=round(noise, 5), best=round(best, 4), regret=round(regret, 5), sentence=said)

@@ -111,10 +111,10 @@ def cheapest_sentence(found: Best, slo: SLO, price: float) -> str:
         return f"no rate tried with {best.label} ({best.knobs}) missed {slo}: tokens at capacity have no price"
     cost = per_million(price, best.throughput)
     if cost is None or not best.rate:
-        return f"none of the {found.tried} settings tried{far} holds {slo}, at whatever price"
+        return f"none of the {found.tried} settings tried{far} meets {slo}, at whatever price"
     return (
-        f"cheapest of {found.tried} settings tried{far} that holds {slo}: {best.label} ({best.knobs}), "
-        f"{money(cost)} per million output tokens at its own capacity of {best.rate:.3g} req/s, {money(price)} an hour"
+        f"cheapest of {found.tried} settings tried{far} that meets {slo}: {best.label} ({best.knobs}). At this setting's "
+        f"capacity of {best.rate:.3g} req/s, a million output tokens cost {money(cost)} (at {money(price)} an hour)."
     )
 
 
@@ -129,18 +129,21 @@ def offered_sentence(rate: float, points: Sequence[Point], *, alike: bool) -> st
     """How many requests ``points`` counted and how fast they came; ``alike``: the same ones under every seed."""
     came, count, seeds = fmean(p.offered_rate for p in points), points[0].offered, len(points[0].seeds)
     under = ", the same under every seed" if alike else f" under {seeds} seed{'s' if seeds > 1 else ''}"
-    return f"{rate:.3g} req/s in the long run, {came:.3g} in these: {count} requests{under}; ( ) is a 95% interval over requests"
+    return (
+        f"Requests arrive at {rate:.3g} req/s in the long run, at {came:.3g} req/s in these simulations: {count} "
+        f"requests{under}. ( ) is a 95% interval over requests."
+    )
 
 
 def interval_words(seeds: int, *, alike: bool = False) -> str:
     """What the interval of a capacity over ``seeds`` seeds is; ``alike``: they have the same requests, and only steps differ."""
     if alike:
         if seeds == 1:
-            return "( ) is between which rates the search ended; the requests are the same under every seed"
-        return f"mean and 95% interval over {seeds} draws of the step-time noise; the requests are the same under every seed"
+            return "( ) is the two rates between which the search ended. The requests are the same under every seed."
+        return f"Mean and 95% interval over {seeds} draws of the step-time noise. The requests are the same under every seed."
     if seeds == 1:
-        return "( ) is between which rates the search ended for this one seed; how much seeds differ takes more --seeds"
-    return f"mean and 95% interval over {seeds} seeds"
+        return "( ) is the two rates between which the search ended. For an interval over seeds, set a higher --seeds."
+    return f"Mean and 95% interval over {seeds} seeds."
 
 
 def unbounded_sentence(found: Sequence[SettingCapacity], slo: SLO, requests: int) -> str | None:
@@ -150,8 +153,8 @@ def unbounded_sentence(found: Sequence[SettingCapacity], slo: SLO, requests: int
         return None
     return (
         f"unbounded: no rate tried missed {slo} ({', '.join(one.label for one in endless)}; up to "
-        f"{max(one.rate for one in endless):.3g} req/s): {requests} requests meet it however close together they come; "
-        "more --requests may not"
+        f"{max(one.rate for one in endless):.3g} req/s). So few requests ({requests}) meet the SLO however close together they "
+        "arrive. More --requests may miss it."
     )
 
 

@@ -1,1 +1,1 @@
-"""The hour when a GPU is there: one script that runs everything a GPU alone can tell, and keeps what it finds."""
+"""``python -m benchmarks.gpu`` runs every check and benchmark that needs a GPU, in parts, and writes down their results."""

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, by one command, for the hour when there is one.
+"""Run every check and benchmark that needs a GPU, by one command.
 
 Each part runs in a process of its own with a time limit; one that fails, hangs or loses the device stops no other, and what it
 had found until then is kept. Needs torch, Triton, transformers, NumPy and psutil; the parts that serve or profile also need the

@@ -131,7 +131,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_it_is_named_wherever_engines_are(served: list[ToServe], capsys: pytest.CaptureFixture[str]) -> None:
     assert named.either() == "own or vllm or third"
-    assert named.choices().endswith("; third: a third, which then needs --model")
+    assert named.choices().endswith("; third: a third (needs --model)")
     assert named.choices_briefly().endswith(", or third: a third")
     assert named.named("third-engine") == "third"
     source: Any = Third({"a": "1"})

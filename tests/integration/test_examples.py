@@ -105,7 +105,7 @@ def test_control_engine(tmp_path: Path) -> None:
     words = ("--seconds", "4", "--tokens", "6", "--kv-tokens", "8192", "--slo", "ttft=60s,tpot=10s@50%")
     done = example("control_engine.py", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^steered over \S+autotune-\d+\.sock$", done.stdout, re.MULTILINE)
+    assert re.search(r"^control socket \S+autotune-\d+\.sock$", done.stdout, re.MULTILINE)
     assert re.search(
         r"^attainment 100\.0% of the last \d+ · regime [a-z-]+ · max_batch \d+, ", done.stdout, re.MULTILINE
     )

@@ -79,7 +79,7 @@ def test_how_a_machine_is_another() -> None:
     other = here.model_copy(update={"cpu": "Old CPU"})
     assert measured_elsewhere(other, gpu=False) == f"profile was measured on Old CPU, this machine has {here.cpu}"
     h200 = sample_profile().machine
-    assert measured_elsewhere(h200, gpu=False) == "profile was measured on NVIDIA H200, here the CPU is used"
+    assert measured_elsewhere(h200, gpu=False) == "profile was measured on NVIDIA H200, but this run uses the CPU"
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_a_shape_that_nobody_published_is_exported_for_a_model_to_be_named(
     assert run(["export", "tiny-cpu.yaml", "--to", "vllm"]) == 0
     said = capsys.readouterr().out
     assert (
-        "measured with tiny, random weights of a shape that nobody has published: put your model in place of MODEL"
+        "measured with tiny, a shape with random weights that no published model has: replace MODEL by your model"
         in said
     )
     assert said.endswith("start it with:  vllm serve MODEL --config vllm.yaml\n")

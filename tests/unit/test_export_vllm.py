@@ -140,7 +140,7 @@ def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
     assert "gpu-memory-utilization" not in export.written
     assert {e.name: e.fit for e in export.entries if e.fit is not Fit.EXACT} == {"max_wait_ms": Fit.UNSUPPORTED}
     text = " ".join(export.text(Path("vllm.yaml")).replace("\n# ", " ").split())
-    assert "The figures below were measured on vLLM 0.32.0. The settings are those that it had then: EXACT" in text
+    assert "The figures below were measured on vLLM 0.32.0. The settings are those of that measurement: EXACT" in text
     assert "engine vllm 0.32.0, started with load_format=dummy, enforce_eager=true" in text
     assert export.as_dict(Path("vllm.yaml"))["measured_on"] == "vllm 0.32.0"
     assert not any("approximate" in line for line in export.reports)

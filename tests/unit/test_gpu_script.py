@@ -1,4 +1,4 @@
-"""The script for the hour when a GPU is there: how parts end, what is kept, its page, its client, its list of wheels."""
+"""The script that runs everything that needs a GPU: how parts end, what is kept, its page, its client, its list of wheels."""
 
 from __future__ import annotations
 

@@ -154,8 +154,11 @@ def test_long_autocorrelation_is_found_in_few_steps() -> None:
 def test_show_says_what_serving_adds_and_how_steps_scatter() -> None:
     facts = h200().facts.model_copy(update={"serving_overhead_s": 4e-4, "jitter": STALLS})
     told = model_lines(sample_profile(cost_model=facts))
-    assert "served, a step takes 0.4 ms more; four in five are within 0.90 to 0.90 of that" in told
-    assert not any(line.startswith("served") for line in model_lines(sample_profile(cost_model=h200().facts)))
+    assert (
+        "serving adds 0.4 ms to the predicted time of a step; 80% of steps (weighted by time) take 0.90 to 0.90 times the sum"
+        in told
+    )
+    assert not any(line.startswith("serving") for line in model_lines(sample_profile(cost_model=h200().facts)))
 
 
 def test_settings_are_compared_without_jitter_and_with_the_serving_overhead() -> None:

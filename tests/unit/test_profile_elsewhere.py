@@ -39,7 +39,7 @@ def test_control_warns_of_another_machine_and_model(tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as told, control(engine_of("tiny"), slo=TARGET, profile=path) as attached:
         assert attached.status().knobs == sample_profile().knobs, "it is a start all the same"
     assert str(told[0].message) == (
-        "profile was measured on NVIDIA H200, here the CPU is used; profile was measured with llama-3.1-8b, not tiny; "
+        "profile was measured on NVIDIA H200, but this run uses the CPU; profile was measured with llama-3.1-8b, not tiny; "
         "the controller starts from its knobs and corrects them"
     )
     assert told[0].filename == __file__
@@ -191,7 +191,7 @@ def test_serve_refuses_it_unless_told_that_this_is_known(
     assert run(["serve", "tiny", "--device", "cpu", "--port", "0", "--profile", str(path), *words]) == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1] == (
-        f"error: profile was measured on NVIDIA H200, here the CPU is used; pass --anyway to {then}"
+        f"error: profile was measured on NVIDIA H200, but this run uses the CPU; pass --anyway to {then}"
     )
 
 
@@ -260,10 +260,10 @@ def test_show_says_how_well_steps_are_known(tmp_path: Path, capsys: pytest.Captu
     assert run(["show", str(path)]) == 0
     text = capsys.readouterr().out
     assert (
-        "step times known to 2.1% (cross-validated; decode 1.5%, prefill 2.0%, mixed 3.0%), from 38 kinds of steps in 12 s"
-        in " ".join(text.split())
+        "error of predicted step times 2.1% (cross-validated median; decode 1.5%, prefill 2.0%, mixed 3.0%), from 38 kinds of "
+        "steps measured in 12 s" in " ".join(text.split())
     )
-    assert "240 settings simulated in 19 s of CPU; its goodput was off by 4.0% (median, at the rate compared)" in text
+    assert "simulated in 19 s of CPU time; simulated goodput was off by 4.0% from measured (median, at the rate" in text
     assert model_lines(sample_profile()) == []
 
 

@@ -20,7 +20,7 @@ def test_the_baseline_is_measured_before_any_repeat(tmp_path: Path) -> None:
     rate = found.setup.rate  # of the comparison; the first run may have shown that another was looked for
     measured = [run.knobs for run in found.runs if run.stage == "validation" and run.score.rate == rate]
     assert len(set(measured)) == len(measured) >= 2  # the time is over before any is repeated
-    assert found.confidence is not None and "nothing was measured twice" in found.confidence.sentence
+    assert found.confidence is not None and "No setting was measured twice" in found.confidence.sentence
     assert found.settings()["balanced"].knobs in measured and found.baseline in measured
     assert all(0 <= share <= 1 for share in found.expected.values())
 

@@ -82,7 +82,7 @@ def test_a_thin_calibration_is_a_warning_and_makes_the_choice_less_sure() -> Non
     assert (
         made is not None
         and made.best == 0.97
-        and "less sure than that, for the calibration saw no batch" in made.sentence
+        and "less certain than that, because the calibration saw no batch" in made.sentence
     )
     found.steps = []
     assert sure_of(found) is found.confidence

@@ -40,7 +40,10 @@ def test_the_head_says_what_serving_adds(tmp_path: Path, capsys: pytest.CaptureF
     save_profile(profiled(cost_model=facts.model_copy(update={"serving_overhead_s": 2e-3, "jitter": STALLS})), file)
     for verb in (["simulate", "--rate", "5", "--profile", str(file)], ["capacity", str(file)]):
         run([*verb, "--token-budget", "512", "--workload", EVEN, *QUICK])
-        assert "error 0.0%, 2 ms more in service, scattered as served steps were" in flat(capsys.readouterr().out)
+        assert (
+            "error of step times 0.0%; serving adds 2 ms to a step; step times scatter as measured in serving"
+            in flat(capsys.readouterr().out)
+        )
 
 
 def test_simulate_in_json(path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +107,10 @@ def test_help_names_every_controller_there_is(
     monkeypatch.setenv("COLUMNS", "200")
     assert run([verb, "--help"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert f"from each setting on: {', '.join(CONTROLLERS)}, or module:Class." in said and "length_table" in CONTROLLERS
+    assert (
+        f"which starts from each setting: {', '.join(CONTROLLERS)}, or module:Class." in said
+        and "length_table" in CONTROLLERS
+    )
 
 
 @pytest.mark.slow
@@ -118,8 +124,8 @@ def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     assert found["cheapest"]["price_per_million"] <= min(s["price_per_million"] for s in found["settings"])
     assert run(["simulate", "--profile", path, "--workload", EVEN, "--price", "60/day", "--rate", "5", *QUICK]) == 0
     out = capsys.readouterr().out
-    assert "/M tokens" in out and "at this rate" in out and "…" not in out and "at its own capacity of" in out
-    assert re.search(r"cheapest of \d+ settings tried that holds ttft=500ms,tpot=30ms@99%: ", out)
+    assert "/M tokens" in out and "at this rate" in out and "…" not in out and "At this setting's capacity of" in out
+    assert re.search(r"cheapest of \d+ settings tried that meets ttft=500ms,tpot=30ms@99%: ", out)
 
 
 @pytest.mark.slow
@@ -183,7 +189,7 @@ def test_a_short_trace_counts_once_whatever_the_seeds(
     assert warning.endswith("t.csv holds 20 requests, fewer than --requests 2000 and its warm-up")
     said = flat(captured.err)
     assert (
-        f"warning: {warning}" in said and "18 requests, the same under every seed; ( ) is a 95% interval over" in said
+        f"warning: {warning}" in said and "18 requests, the same under every seed. ( ) is a 95% interval over" in said
     )
     assert run(["simulate", path, *options[:-2], "--requests", "10"]) == 0
     assert "warning" not in capsys.readouterr().out
@@ -211,7 +217,7 @@ def test_capacity_of_a_trace_says_that_seeds_do_not_change_it(
     (found,) = json.loads(captured.out)["settings"]
     assert len(found["seeds"]) == 1 and found["interval"] == "bisection"
     said = flat(captured.err)
-    assert "of 18 requests meet e2e=400ms" in said and "; the requests are the same under every seed" in said
+    assert "of 18 requests meet e2e=400ms" in said and ". The requests are the same under every seed." in said
 
 
 def test_a_trace_is_read_once(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +268,8 @@ def test_capacity_as_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> N
     assert run(["capacity", path, "--workload", EVEN, "--token-budget", "512", *QUICK]) == 0
     out = flat(capsys.readouterr().out)
     assert "requested" in out and "capacity, req/s" in out and "balanced" not in out
-    assert "highest rate at which 99% of 100 requests meet ttft=500ms,tpot=30ms@99%" in out
-    assert "mean and 95% interval over 2 seeds" in out
+    assert "Capacity: the highest rate at which 99% of 100 requests meet ttft=500ms,tpot=30ms@99%" in out
+    assert "Mean and 95% interval over 2 seeds." in out
 
 
 def test_one_seed_has_no_interval_over_seeds(path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,9 +278,7 @@ def test_one_seed_has_no_interval_over_seeds(path: str, capsys: pytest.CaptureFi
     captured = capsys.readouterr()
     (found,) = json.loads(captured.out)["settings"]
     assert found["interval"] == "bisection" and found["capacity_high"] / found["capacity_low"] <= 1.01
-    assert "95%" not in captured.err and "( ) is between which rates the search ended for this one seed" in flat(
-        captured.err
-    )
+    assert "95%" not in captured.err and "( ) is the two rates between which the search ended." in flat(captured.err)
     assert told(capsys, *options[:-4])["settings"][0]["interval"] == "95%"
 
 
@@ -303,8 +307,10 @@ def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.slow
 def test_what_differs_from_what_the_profile_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Only where the machine, the load, the SLO and the settings are those of the profile."""
-    simulated = r"balanced measured [\d.]+% of \d+ requests, in windows of [\d.]+ s; simulated over those very requests: [\d.]+%"
-    capacity = r"the profile's own capacity, [\d.]+ req/s, measured [\d.]+% of \d+ requests, in windows of .* 100 requests take "
+    measured = r"[\d.]+% of \d+ requests met the SLO when measured, in windows of [\d.]+ s. "
+    measured += "A simulation of the same requests gives "
+    simulated = rf"balanced setting, as profiled: {measured}[\d.]+%"
+    capacity = rf"The profile has a capacity of [\d.]+ req/s: {measured}.* At that rate, 100 requests take "
     for verb, words in (("simulate", simulated), ("capacity", capacity)):
         run([verb, "cpu-2core-tiny", *QUICK])
         assert re.search(words, flat(capsys.readouterr().out))
@@ -385,12 +391,12 @@ def test_a_measurement_is_held_against_several_draws_of_the_noise(
     """One draw says of the shipped profile's very requests anything from 86 to 100%; it measured 99.8%."""
     said = beside(load_profile(find_profile("cpu-2core-tiny")), tmp_path / "p.yaml", capsys)
     found = re.search(
-        r"those very requests: ([\d.]+)% on average \(([\d.]+)% to ([\d.]+)% in 8 draws of the step-time", said
+        r"of the same requests gives ([\d.]+)% on average \(([\d.]+)% to ([\d.]+)% in 8 draws of the step-time", said
     )
     assert found is not None
     mean, low, high = map(float, found.groups())
-    assert low < 95 < mean < 99.8 < high and "100.0% if each step took its mean time" in said
-    assert "simulations of this machine are" not in said
+    assert low < 95 < mean < 99.8 < high and "100.0% if each step takes its mean time" in said
+    assert "Simulations of this machine are" not in said
 
 
 @pytest.mark.slow
@@ -404,7 +410,8 @@ def test_a_machine_that_was_calibrated_in_a_bad_hour_is_simulated_with_a_word_on
     slow = profile.simulation.model_copy(update={"speed": speed * profile.simulation.speed})
     said = beside(profile.model_copy(update={"simulation": slow}), tmp_path / "p.yaml", capsys)
     found = re.search(
-        r"simulations of this machine are (\w+) by (\d+) points here: steps took less time, or scat", said
+        r"Simulations of this machine are (\w+) by (\d+) points here: in the measurement, steps took less time, or scat",
+        said,
     )
     assert (found[1] if found else "") == how and (not found or int(found[2]) > 50)
 

@@ -58,8 +58,8 @@ def test_what_was_found_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
     assert [one["label"] for one in found["settings"]] == ["interactive"] and found["stopped"]
     priced = verb == "capacity"  # simulate has looked at no capacity by then
     assert (found["cheapest"] is not None) == priced
-    cheapest = "what is left may be cheaper" if priced else "the cheapest is not known"
-    assert told.splitlines()[-1] == f"stopped: 1 of 3 settings are done, {cheapest}"
+    cheapest = "settings not tried may be cheaper" if priced else "the cheapest is not known"
+    assert told.splitlines()[-1] == f"stopped: 1 of 3 settings are done; {cheapest}"
 
 
 def test_simulate_stopped_at_the_capacity_of_the_second_setting_knows_that_of_the_first(stopped: Any) -> None:
@@ -73,7 +73,7 @@ def test_simulate_stopped_at_the_capacity_of_the_second_setting_knows_that_of_th
     found, told = stopped("simulate", again)
     assert len(found["settings"]) == 3 and Knobs(**found["cheapest"]["knobs"]) == interactive
     assert (found["cheapest"]["tried"], found["cheapest"]["whole"]) == (1, False)
-    assert told.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
+    assert told.splitlines()[-1] == "stopped: all settings are done; settings not tried may be cheaper"
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ def test_the_cheapest_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
     assert len(found["settings"]) == 3 and found["stopped"]
     assert Knobs(**found["cheapest"]["knobs"]) in known and found["cheapest"]["price_per_million"] > 0
     assert (found["cheapest"]["tried"], found["cheapest"]["whole"]) == (len(known), False)
-    assert f"cheapest of {len(known)} settings tried before the stop that holds" in told
-    assert told.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
+    assert f"cheapest of {len(known)} settings tried before the stop that meets" in told
+    assert told.splitlines()[-1] == "stopped: all settings are done; settings not tried may be cheaper"
 
 
 def test_ctrl_c_in_a_verb_that_does_not_wait_for_it(

@@ -1,4 +1,4 @@
-"""Additive increase, multiplicative decrease on the step time: what serving systems without a model do.
+"""Additive increase, multiplicative decrease of the token budget by step times: what servers without a step-time model do.
 
 Formula. Once a decision, with s the mean time of the steps since the last one that held decodes and τ the tightest TPOT (or
 ITL) target: s > τ → limit ← max(back·limit, decodes, floor); s ≤ τ and the limit binds → limit ← limit + more. The limit is

@@ -1,4 +1,4 @@
-"""The controller of a batcher: learn what a call costs, and keep the ceilings of its size where a call meets the target.
+"""The controller of a batcher: learns how long a call takes, and limits the size of calls so that items meet the E2E target.
 
 Formula. With t = a + b·n + d·c the learned time of a call of n items that cost c together (non-negative, fitted to relative
 errors, from what varies only), m the 90% quantile of actual/predicted, c̄ the mean cost of an item and T the tightest E2E target:

@@ -1,4 +1,4 @@
-"""SLA-constrained dynamic batching: a batch size searched between two moving ends, by how long decode steps take.
+"""SLA-constrained dynamic batching: a binary search, with moving bounds, for the largest steps that meet the TPOT target.
 
 Formula. Once a decision, with s the mean time of the steps since the last one that held decodes, b their mean size and τ the
 tightest TPOT (or ITL) target: s above τ by ``tolerance`` → high ← max(b, low + α), low ← max(low − δ, least); s below τ by as

@@ -1,4 +1,4 @@
-"""Gradient2: a concurrency limit that follows how latency now compares with latency lately. It has no target.
+"""Gradient2: a concurrency limit that follows the ratio of recent to long-term mean step time. It knows no SLO.
 
 Formula. Once a decision, with r the mean step time since the last one and r̄ its long exponential average (``window`` samples, the
 first ten of which are averaged plainly): g = clamp(tolerance·r̄ / r, ½, 1); limit ← (1 − smoothing)·limit + smoothing·(g·limit +

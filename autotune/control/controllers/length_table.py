@@ -1,4 +1,4 @@
-"""Knobs from average lengths by a table: what TensorRT-LLM's DynamicBatchTuner does. It looks at no clock and no SLO.
+"""Knobs from average lengths by a table, as TensorRT-LLM's DynamicBatchTuner does. It uses neither step times nor an SLO.
 
 Formula. With p and o the mean prompt and output length of the last 128 requests and c = KV tokens / (p + o) the sequences the
 pool holds: ``max_batch_size`` is the entry of the first row of the table whose bound lies above c; beyond the table c itself,

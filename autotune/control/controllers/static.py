@@ -1,4 +1,4 @@
-"""The static controller: the starting knobs, whatever happens. What a controller is compared with, and the simplest one.
+"""Leaves the knobs at the starting values: the baseline for other controllers, and the simplest one.
 
 Formula: knobs = start, budget = ``token_budget``. Regime: ``static``. Failure mode: any change of traffic or machine.
 """

@@ -220,9 +220,9 @@ class SelfTuningScheduler(SteeredScheduler):
             steered_at: object = self._control.steer()
         except InputError as error:  # no place for a socket is no reason not to serve
             log.warning("%s; autotune watch, pause and set will not find this server", error)
-            steered_at = "nothing"
+            steered_at = "none"
         log.info(
-            "self-tuning: SLO %s, %s; process %d is steered over %s",
+            "self-tuning: SLO %s, %s; process %d, control socket %s",
             engine.slos["default"], engine.knobs, os.getpid(), steered_at,
         )  # fmt: skip
 

@@ -124,7 +124,7 @@ def test_help_says_where_the_page_goes(
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["report", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "beside the profile or log, .html instead of .yaml; here for a shipped profile" in said
+    assert "beside the profile or log, named .html; for a shipped profile, in this folder" in said
     assert page_for(find_profile("cpu-2core-tiny"), None) == Path("cpu-2core-tiny.html")
     assert page_for(folder / "example.yaml", None) == folder / "example.html"
 

@@ -1,4 +1,8 @@
-"""The predictive controller, and the parts that it is made of."""
+"""The default controller: learns online how long a step takes, and allows the largest steps that meet the TPOT and ITL targets.
+
+Where its predictions are wrong for long, the starting knobs come back. The controller is in :mod:`.controller`; the other modules
+are its parts.
+"""
 
 from autotune.control.controllers.predictive.controller import PredictiveController
 
