@@ -256,10 +256,11 @@ class SimulationOptions:
         point = None if known is None else next((p for p in known.tried if p.rate == known.rate), None)
         if not self.as_profiled or point is None or abs(found / point.offered_rate - 1) < _ALIKE:
             return None
+        lasts, window = requests / point.offered_rate, self.profile.workload.window_s
+        longer = ", with longer bursts and more slow steps" if lasts > 1.5 * window else ""
         return (
             f"The profile has a capacity of {point.offered_rate:.3g} req/s: {self._measured_and_simulated(point, stop)} "
-            f"At that rate, {requests} requests take {number(requests / point.offered_rate)} s, with longer bursts and more slow "
-            "steps."
+            f"At that rate, {requests} requests take {number(lasts)} s{longer}."
         )
 
     def data(self) -> dict[str, Any]:
