@@ -248,7 +248,7 @@ def confidence(
     if measured < 2:
         said += " The recommended setting is the only one measured: the recommendation rests on simulation."
     elif not near:
-        said += f" Of {measured} measured settings, the recommended one is {sure}"
+        said += f" Of {measured} measured settings, the recommended setting is {sure}"
     else:
         others = measured - 1
         which = (

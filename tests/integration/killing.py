@@ -43,7 +43,8 @@ def killed_often(
 
     Each kill comes up to one of ``pauses`` (s) after the journal has grown to a random size: between two entries too, in the
     middle of a measurement. Then let it finish. Journals need not come out equally long (a calibration takes as many steps as
-    the machine has time for): a run may be done before the last moments, but not before half of them.
+    the machine has time for): a run may be done before the last moments, but not before half of them. One that is killed
+    when its study is finished is done, too: the next would measure anew.
     """
     dice, context, kills = random.Random(seed), multiprocessing.get_context("spawn"), []
     for size in sorted(dice.randrange(int(0.95 * whole.stat().st_size)) for _ in range(KILLS)):
@@ -56,21 +57,33 @@ def killed_often(
         time.sleep(dice.choice(pauses) * dice.random())
         process.kill()
         process.join()
-        if process.exitcode == 0:
+        if process.exitcode == 0 or finished(journal):
             break
         assert process.exitcode == -signal.SIGKILL
         kills.append(Kill(len(noted(log)), measured(journal)))
-    process = context.Process(target=target, args=arguments)
-    process.start()
-    process.join(300)
-    assert process.exitcode == 0 and len(kills) >= KILLS // 2
+    if not finished(journal):
+        process = context.Process(target=target, args=arguments)
+        process.start()
+        process.join(300)
+        assert process.exitcode == 0
+    assert len(kills) >= KILLS // 2
     return kills
 
 
 def measured(journal: Path) -> list[str]:
-    """The keys of what was measured, in order, as Optuna itself reads the file's whole lines."""
+    """The keys of what was measured, in order."""
+    return _kept(journal)[0]
+
+
+def finished(journal: Path) -> bool:
+    """Whether all that was asked for has been done, so that the same command would measure anew."""
+    return _kept(journal)[1]
+
+
+def _kept(journal: Path) -> tuple[list[str], bool]:
+    """The keys of what was measured, and whether the study is finished, as Optuna itself reads the file's whole lines."""
     if not journal.exists():
-        return []
+        return [], False
     whole = journal.read_bytes()
     whole = whole[: whole.rfind(b"\n") + 1]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,6 +91,7 @@ def measured(journal: Path) -> list[str]:
         copy.write_bytes(whole)
         storage = JournalStorage(JournalFileBackend(str(copy)))
         if "autotune" not in optuna.get_all_study_names(storage):
-            return []
-        trials = optuna.load_study(study_name="autotune", storage=storage).trials
-    return [trial.user_attrs["key"] for trial in trials if "result" in trial.user_attrs]
+            return [], False
+        study = optuna.load_study(study_name="autotune", storage=storage)
+        keys = [trial.user_attrs["key"] for trial in study.trials if "result" in trial.user_attrs]
+        return keys, study.user_attrs.get("finished") is not None

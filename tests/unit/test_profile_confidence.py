@@ -9,7 +9,8 @@ def test_confidence_in_words() -> None:
     sure = confidence(0.87, 0.004, 0.03, 0.05, 6)
     assert (sure.noise, sure.best, sure.regret) == (0.05, 0.87, 0.004)
     assert sure.sentence.startswith(
-        "Runs of one setting differ by 3.0%; sampling noise alone would be 5.0%. Of 6 measured settings, the recommended one is"
+        "Runs of one setting differ by 3.0%; sampling noise alone would be 5.0%. "
+        "Of 6 measured settings, the recommended setting is"
     )
     assert "probability of 87%" in sure.sentence and "0.4% less" in sure.sentence
     alone = confidence(1.0, 0.0, None, 0.05, 1)
@@ -40,7 +41,7 @@ def test_of_equals_none_is_called_the_best() -> None:
         "probability above 99%, and is expected to serve 0.2% less than the best of the measured settings."
     )
     apart = confidence(0.5, 0.0, 0.01, 0.018, 2, unbeaten=0.97)
-    assert "the recommended one is as good as any measured with a probability of 97%" in apart.sentence
+    assert "the recommended setting is as good as any measured with a probability of 97%" in apart.sentence
 
 
 def test_a_difference_of_nothing_is_no_percentage() -> None:

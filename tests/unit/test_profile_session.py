@@ -116,7 +116,7 @@ def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
     repeated = [(r.knobs, r.score.seed) for r in whole.runs if r.stage == "validation"]
     assert len(repeated) > len(set(repeated))  # one setting met one and the same load twice
     chance = "above 99%" if sure.best > 0.99 else f"of {sure.best:.0%}"
-    assert f"the recommended one is the best with a probability {chance}" in sure.sentence
+    assert f"the recommended setting is the best with a probability {chance}" in sure.sentence
     expected = whole.expected
     short = max(expected.values()) - expected[whole.settings()["balanced"].knobs]
     assert 0 <= short <= sure.regret, "the mean of the best of several is at least the best mean"
@@ -128,7 +128,7 @@ def test_where_all_is_met_the_choice_is_one_of_equals(tmp_path: Path) -> None:
     assert all(run.score.met == run.score.offered for run in found.runs) and len(found.expected) > 1
     sure = found.confidence
     assert sure is not None and sure.best < 0.7, "equals share it"
-    assert "the recommended one is as good as any measured with a probability " in sure.sentence
+    assert "the recommended setting is as good as any measured with a probability " in sure.sentence
     assert f"{sure.best:.0%}" not in sure.sentence and "is the best" not in sure.sentence
 
 

@@ -375,7 +375,7 @@ def test_no_rate_at_all_is_exit_code_1(path: str, capsys: pytest.CaptureFixture[
     found = told(capsys, "capacity", path, "--workload", EVEN, "--slo", "tpot=2ms", "--price", "1/h", code=1)
     assert all(s["capacity"] is None and s["price_per_million"] is None for s in found["settings"])
     assert run(["capacity", path, "--workload", EVEN, "--slo", "tpot=2ms", "--price", "1/h", *QUICK]) == 1
-    assert re.search(r"none of the \d+ settings tried holds tpot=2ms@99%", capsys.readouterr().out)
+    assert re.search(r"none of the \d+ settings tried meets tpot=2ms@99%", capsys.readouterr().out)
 
 
 def beside(profile: Profile, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
