@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -265,6 +266,7 @@ def _serve_here(
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, end_if_lost, serve_until_stopped, url_of, warm_up
+    from runtime.shared.frozen_heap import frozen_heap
 
     with ExitStack() as last, ExitStack() as stack:
         bound = stack.enter_context(bind(requested.host, requested.port))
@@ -276,6 +278,8 @@ def _serve_here(
         if profile is not None and (stored := stored_otherwise(profile.model, requested.kv_cache_dtype)):
             print(f"note: {stored}", file=sys.stderr)
         warm_up(engine)
+        gc.collect()
+        stack.enter_context(frozen_heap())
         if log is not None:
             engine.subscribe(log)
         made = None

@@ -15,7 +15,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -28,6 +28,7 @@ from runtime.errors import AutotuneError, EngineClosedError, RejectedError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
+from runtime.shared.frozen_heap import frozen_heap
 from runtime.slo import SLO, RequestClass, slo_for, slos_of
 
 __all__ = ["EvaluationError", "Interrupted", "Recorder", "evaluate", "last_deadline", "recorded", "wait_until_idle"]
@@ -147,12 +148,13 @@ def evaluate(
     unwatch = engine.subscribe(ceilings) if simulated is None else lambda: None  # a simulated engine has memory enough
     missing = 0
     try:
-        try:
-            report = sent.replay(clock, stop)
-            end = report.start + last_deadline(arrivals[: report.sent], slo)
-            done = not report.stopped and sent.drain(recorder, end, clock, stop)
-        finally:
-            missing = sent.cancel(recorder, clock)
+        with frozen_heap() if simulated is None else nullcontext():
+            try:
+                report = sent.replay(clock, stop)
+                end = report.start + last_deadline(arrivals[: report.sent], slo)
+                done = not report.stopped and sent.drain(recorder, end, clock, stop)
+            finally:
+                missing = sent.cancel(recorder, clock)
         if not done or _says(stop):
             raise Interrupted("interrupted")
         if missing:

@@ -32,6 +32,9 @@ GIVE_UP = 0.15
 SAME_P99 = 0.05
 """Share by which p99s of settings of a batcher may differ before the lower one is worth anything."""
 
+CLEAR_P99 = 0.1
+"""Share by which all p99s of a setting must be above those of the defaults to count as clearly worse."""
+
 SIGNIFICANCE = 0.05
 
 
@@ -312,8 +315,8 @@ class Objective:
 
         ``expected``: attainment, by weight, that each is expected to have; without it, what it measured. ``noise``: attainments
         that differ by less are taken as equal where all requests met the SLO, elsewhere if they differ by less than one request
-        too; the quicker of equals is balanced. ``baseline``: what measures worse than it in every latency, and no better in
-        goodput, is not balanced. ``better``: whether one setting measured clearly more goodput than another under the same
+        too; the quicker of equals is balanced. ``baseline``: what measures clearly worse than it in every p99, and no better
+        in goodput, is not balanced. ``better``: whether one setting measured clearly more goodput than another under the same
         requests. Then the other is not balanced, whatever is expected of it.
         """
         worth = {s: self._expected(s, p, expected) for s, p in found.items()}
@@ -355,17 +358,15 @@ class Objective:
         return [s for s, p in found.items() if abs(here - self._expected(s, p, expected)) <= _tolerance(p, mine, noise)]
 
     def dominated(self, point: Point, other: Point) -> bool:
-        """Whether ``other`` measured no less goodput and was quicker by every latency known of both."""
+        """Whether ``other`` measured no less goodput, and a clearly lower p99 of every latency known of both."""
         pairs = (
-            (point.ttft_p50_ms, other.ttft_p50_ms),
             (point.ttft_p99_ms, other.ttft_p99_ms),
-            (point.tpot_p50_ms, other.tpot_p50_ms),
             (point.tpot_p99_ms, other.tpot_p99_ms),
             (point.e2e_p99_ms, other.e2e_p99_ms),
         )
         both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
         no_less = self.worth(other) >= self.worth(point)
-        return bool(both) and no_less and all(mine > theirs for mine, theirs in both)
+        return bool(both) and no_less and all(mine > (1 + CLEAR_P99) * theirs for mine, theirs in both)
 
     def _expected(self, setting: SettingT, point: Point, expected: Mapping[SettingT, float]) -> float:
         """The worth a setting is expected to have; without an expectation, what it measured."""

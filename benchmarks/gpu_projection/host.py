@@ -51,7 +51,7 @@ def host_us(batch: int, context: int = 1024, steps: int = 200) -> float:
     loaded = dataclasses.replace(
         load_model("nano", dtype="float32", device="cpu"), kv_layers=(), vocab_size=_VOCABULARY
     )
-    backend = Backend(Operations(), lambda pool, loaded: PagedAttention(pool, loaded.device), lambda model: None)
+    backend = Backend(Operations(), lambda pool, loaded: PagedAttention(pool, loaded.device), lambda model: 0)
     executor = WithoutForward(loaded, kv_blocks=blocks, block_size=BLOCK, backend=backend)
     knobs = Knobs(max_batch_size=batch, token_budget=max(8192, batch), chunk_size=8192)
     limits = KnobLimits(max_batch_size=batch, token_budget=max(8192, batch), chunk_size=8192)

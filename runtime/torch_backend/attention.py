@@ -63,7 +63,8 @@ class AttentionBackend(Protocol):
         """Attention of one layer. Each token sees its sequence up to and including itself.
 
         ``query [tokens, heads, dim]``, and the new ``key [tokens, kv_heads, dim]`` and ``value [tokens, kv_heads, value_dim]``,
-        which ``layer`` holds already, with any strides; returns ``[tokens, heads, value_dim]``, contiguous.
+        which ``layer`` holds already, with any strides; returns ``[tokens, heads, value_dim]``, contiguous. Tokens behind those
+        that were planned are dummies, for which anything finite may come back.
         """
         ...
 

@@ -13,7 +13,7 @@ from runtime.errors import InputError, MissingTritonError
 from runtime.torch_backend.attention import AttentionBackend
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.cpu.attention import PagedAttention
-from runtime.torch_backend.cpu.linear import pack_linears
+from runtime.torch_backend.cpu.linear import pack_linears, padded_rows
 from runtime.torch_backend.cpu.operations import CPUOperations
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.memory import DeviceMemory, return_free_pages
@@ -29,16 +29,18 @@ log = logging.getLogger(__name__)
 
 class Backend(NamedTuple):
     """``operations``: of fused layers. ``attention``: makes what attends over a pool. ``lay_out``: brings the weights of a model
-    whose layers are fused into the layout that suits the device. ``sampler``: makes what samples, of the size of the vocabulary,
-    the device and a seed. ``record``: records decode steps of these numbers of rows on the device, where that is possible;
-    ``ladder``: which ones, up to so many; ``prompt_ladder``: for how many tokens steps with prompts are recorded, up to so many,
-    of a model of so many parameters. ``overlaps``: whether the host gains by launching a step before it has read the last
-    one. ``fp8``: whether operations and attention take a KV pool of 8 bits. ``memory``: makes what tells the device's memory,
-    where a KV pool is sized by that. ``tidy``: called behind a step twice a minute."""
+    whose layers are fused into the layout that suits the device, and returns how many layers have it. ``padded``: the rows that a
+    step of so many runs with where some have; the others are dummies. ``sampler``: makes what samples, of the size of the
+    vocabulary, the device and a seed. ``record``: records decode steps of these numbers of rows on the device, where that is
+    possible; ``ladder``: which ones, up to so many; ``prompt_ladder``: for how many tokens steps with prompts are recorded, up to
+    so many, of a model of so many parameters. ``overlaps``: whether the host gains by launching a step before it has read the
+    last one. ``fp8``: whether operations and attention take a KV pool of 8 bits. ``memory``: makes what tells the device's
+    memory, where a KV pool is sized by that. ``tidy``: called behind a step twice a minute."""
 
     operations: Operations
     attention: Callable[[KVPool, Loaded], AttentionBackend]
-    lay_out: Callable[[nn.Module], object]
+    lay_out: Callable[[nn.Module], int]
+    padded: Callable[[int], int] | None = None
     sampler: Callable[[int, torch.device, int], Sampler] = Sampler
     record: Callable[[tuple[int, ...], Callable[[int], None], torch.device], Graphs] | None = None
     ladder: Callable[[int], tuple[int, ...]] = batch_ladder
@@ -49,12 +51,16 @@ class Backend(NamedTuple):
     tidy: Callable[[], object] | None = None
 
 
-PLAIN = Backend(Operations(), lambda pool, loaded: PaddedAttention(pool, loaded.device), lambda model: None)
+PLAIN = Backend(Operations(), lambda pool, loaded: PaddedAttention(pool, loaded.device), lambda model: 0)
 """PyTorch's own operations, on any device."""
 
 
 CPU = Backend(
-    CPUOperations(), lambda pool, loaded: PagedAttention(pool, loaded.device), pack_linears, tidy=return_free_pages
+    CPUOperations(),
+    lambda pool, loaded: PagedAttention(pool, loaded.device),
+    pack_linears,
+    padded_rows,
+    tidy=return_free_pages,
 )
 
 

@@ -194,9 +194,17 @@ class TorchExecutor:
         with made_current(self.device):
             backend = backend or backend_for(loaded.device)
             recorded = max_batch_size is not None and backend.record is not None
+            scratch = recorded or backend.padded is not None
             check_kv_cache_dtype(loaded.kv_cache_dtype, loaded.device, backend)
             fp8 = loaded.kv_cache_dtype == "fp8"
-            self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded, fp8=fp8)
+            self.pool = KVPool(
+                kv_blocks,
+                block_size,
+                loaded.kv_layers,
+                loaded.device,
+                scratch=scratch,
+                fp8=fp8,
+            )
             self.overlaps = backend.overlaps if overlaps is None else overlaps
             """Whether a step may be launched while another is in flight, and gains by it."""
             self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
@@ -209,7 +217,8 @@ class TorchExecutor:
             self._rows = DecodeRows(block_size, self.pool.pad_block)
             fuse_norms(loaded.model)
             fuse_layers(loaded.model, backend.operations, loaded.max_model_len)
-            backend.lay_out(loaded.model)
+            laid_out = backend.lay_out(loaded.model)
+            self._padded = backend.padded if laid_out else None
             self._operations = backend.operations
             self.attention = backend.attention(self.pool, loaded)
             self._prunes = self._keeps_logits and prunes(loaded.model)
@@ -534,9 +543,18 @@ class TorchExecutor:
             self._scrub(rows.sequences, positions, batch.chunks)
         if batch.chunks:
             positions, slots = np.concatenate(all_positions), np.concatenate(all_slots)
+        keep = (
+            [] if len(keep) == at else keep or [0]
+        )  # one row at least goes through the head: some models take no less
+        if self._padded is not None and self._chain is not None and self._chain.applies:
+            dummies = self._padded(at) - at
+            ids += [0] * dummies
+            positions = np.concatenate([positions, np.zeros(dummies, np.int64)])
+            slots = np.concatenate([slots, self.pool.dummy_slots(dummies)])
+            keep += [0] * (self._padded(len(keep)) - len(keep))
         arrays = [np.stack([np.array(ids, np.int64), positions]), slots]
-        if len(keep) < at:  # one row at least goes through the head, to spare models an empty input
-            arrays.append(np.array(keep or [0], np.int64))
+        if keep:
+            arrays.append(np.array(keep, np.int64))
         if fed:
             arrays += [np.array(fed, np.int64), np.array([flying[rows.sequences[row]] for row in fed], np.int64)]
         tokens, places, *wanted = to_device(arrays, self.device)

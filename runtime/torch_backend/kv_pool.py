@@ -117,6 +117,11 @@ class KVPool:
                 f"about {tokens * held // len(layers)} tokens fit"
             ) from error
 
+    def dummy_slots(self, count: int) -> NDArray[np.int64]:
+        """Where ``count`` rows that are nobody's write: in the scratch block, several to a slot if need be."""
+        assert self.scratch_block is not None
+        return self.scratch_block * self.block_size + np.arange(count) % self.block_size
+
     def _allocate(self, layer: KVLayer, device: torch.device) -> LayerKV:
         slots = (self.block_count + 1 + (self.scratch_block is not None)) * self.block_size
         dtype = torch.uint8 if self.fp8 else layer.dtype

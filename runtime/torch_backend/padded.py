@@ -158,6 +158,9 @@ class PaddedAttention:
                 context = chunk.start + chunk.end - chunk.begin
                 keys, values = past_keys[0, :context].transpose(0, 1), past_values[0, :context].transpose(0, 1)
             parts.append(attend_chunk(chunk, query[rows].transpose(0, 1), keys, values, terms).transpose(0, 1))
+        planned = sum(len(part) for part in parts)
+        if planned < len(query):  # dummies behind them
+            parts.append(parts[0].new_zeros(len(query) - planned, *parts[0].shape[1:]))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
@@ -122,6 +123,25 @@ def test_a_request_that_fails_fails_the_measurement_with_its_cause() -> None:
 
     with paced(sample=sample) as engine, pytest.raises(EvaluationError, match="the weights melted"):
         measure(engine)
+
+
+def test_no_full_garbage_collection_falls_into_a_measurement() -> None:
+    frozen: list[int] = []
+
+    def sample(sequence: Sequence) -> int:
+        frozen.append(gc.get_freeze_count())
+        return count_up(sequence)
+
+    assert gc.get_freeze_count() == 0
+    with paced(sample=sample) as engine:
+        measure(engine)
+        assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+        gc.freeze()  # somebody else's stays
+        try:
+            measure(engine)
+            assert gc.get_freeze_count() > 10_000
+        finally:
+            gc.unfreeze()
 
 
 def test_stop_ends_it_at_once_and_leaves_the_engine_idle() -> None:

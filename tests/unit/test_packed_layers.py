@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.knobs import Knobs
+from runtime.torch_backend.backends import PLAIN
 from runtime.torch_backend.cpu import linear
-from runtime.torch_backend.cpu.linear import PackedLinear, pack_linears
+from runtime.torch_backend.cpu.linear import PackedLinear, pack_linears, padded_rows
+from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.norm import FusedRMSNorm, fuse_norms
-from tests.unit.executor_harness import prompts, tiny
+from tests.unit.executor_harness import prompts, run, tiny
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 pytestmark = needs_onednn
@@ -49,7 +52,7 @@ def test_a_packed_model_computes_the_same(always: None) -> None:
         expected = loaded.model(ids).logits
         layers = sum(type(m) is nn.Linear for m in loaded.model.modules())
         assert pack_linears(loaded.model) == layers == 15
-        assert pack_linears(loaded.model) == 0
+        assert pack_linears(loaded.model) == 15  # which stay
         torch.testing.assert_close(loaded.model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -78,7 +81,7 @@ def test_tied_weights_are_copied_only_where_memory_allows(always: None, monkeypa
         assert pack_linears(model) == 14
         assert type(model.lm_head) is nn.Linear
         monkeypatch.setattr(linear, "COPY_SHARE", 0.1)
-        assert pack_linears(model) == 1
+        assert pack_linears(model) == 15
         assert isinstance(model.lm_head, PackedLinear)
         assert model.get_input_embeddings().weight.shape == (128, 32)
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
@@ -102,6 +105,47 @@ def test_a_layout_that_is_not_faster_is_not_taken(monkeypatch: pytest.MonkeyPatc
     assert pack_linears(model) == 1
     assert type(model[0]) is nn.Linear
     assert isinstance(model[1], PackedLinear)
+
+
+def test_few_numbers_of_rows_are_multiplied() -> None:
+    sizes = {padded_rows(rows) for rows in range(8193)}
+    assert len(sizes) == 33 + 8 * 16  # 0 to 32, and sixteen to each power of two
+    assert all(rows <= padded_rows(rows) <= 1.0625 * rows for rows in range(8193))
+    assert [padded_rows(rows) for rows in (1, 31, 32, 33, 64, 65, 1000, 8191)] == [1, 31, 32, 34, 64, 68, 1024, 8192]
+
+
+@pytest.mark.parametrize("head_dim", [32, 24])  # the kernel of attention takes the one, PyTorch the other
+def test_steps_run_with_dummies_and_yield_the_same(
+    head_dim: int, always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = [(prompt, 1 + at % 9) for at, prompt in enumerate(prompts([1 + 7 * at % 61 for at in range(50)]))]
+    knobs = Knobs(max_batch_size=44, token_budget=160, chunk_size=80)
+    generic = TorchExecutor(tiny(head_dim=head_dim), kv_blocks=600, block_size=8, backend=PLAIN)
+    expected = run(generic, work, knobs)[0]
+    executor = TorchExecutor(tiny(head_dim=head_dim), kv_blocks=600, block_size=8)
+    multiplied: set[int] = set()
+    forward = PackedLinear.forward
+
+    def seen(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        multiplied.add(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(PackedLinear, "forward", seen)
+    assert run(executor, work, knobs)[:2] == (expected, {})
+    assert max(multiplied) > 128 and multiplied == {padded_rows(rows) for rows in multiplied}
+    zero = executor.pool.pad_block * 8
+    assert all(not layer.keys[zero : zero + 8].any() for layer in executor.pool.layers.values())
+
+
+def test_a_model_with_hooks_gets_no_dummies(always: None) -> None:
+    loaded = tiny()
+    executor = TorchExecutor(loaded, kv_blocks=100, block_size=8)
+    seen: list[int] = []
+    loaded.model.register_forward_pre_hook(
+        lambda model, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    run(executor, [(prompt, 1) for prompt in prompts([33])], Knobs(token_budget=64, chunk_size=64))
+    assert seen == [33]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "gemma2", "olmo2"])

@@ -299,14 +299,16 @@ def test_noise_does_not_outweigh_misses() -> None:
 
 def test_what_the_baseline_outdoes_is_not_balanced() -> None:
     def lats(knobs: Knobs, met: int, factor: float) -> Point:
+        """``factor``: of the p99s; the p50s are the lower for it."""
         times = {"ttft_ms": 100, "tpot_ms": 10, "e2e_ms": 300}
-        slower: dict[str, Any] = {name: Latency(p50=ms * factor, p99=3 * ms * factor) for name, ms in times.items()}
+        slower: dict[str, Any] = {name: Latency(p50=ms / factor, p99=3 * ms * factor) for name, ms in times.items()}
         return point([run(knobs, met, **slower)])
 
     mine, plain = lats(SMALL, 40, 1.2), lats(VLLM, 40, 1.0)
     expected = {SMALL: 0.99, VLLM: 0.9}
     assert OBJECTIVE.choose([mine, plain], expected, baseline=VLLM)["balanced"].point is plain
     assert OBJECTIVE.choose([mine, plain], expected)["balanced"].point is mine
+    assert OBJECTIVE.choose([lats(SMALL, 40, 1.05), plain], expected, baseline=VLLM)["balanced"].knobs == SMALL
     fewer = lats(VLLM, 39, 1.0)
     assert OBJECTIVE.choose([mine, fewer], expected, baseline=VLLM)["balanced"].point is mine
 

@@ -80,6 +80,8 @@ class PagedAttention:
         )
         if failed == OUT_OF_MEMORY:
             raise MemoryError("attention: out of memory")
+        if tokens > state.tokens:
+            out[state.tokens :].zero_()
         if failed:
             raise IndexError("a block table names a block that the KV pool does not have")
         return out
@@ -103,7 +105,7 @@ class PagedAttention:
             and slots == state.arguments.pool_blocks * self.pool.block_size
             and layer.keys.is_contiguous()
             and layer.values.is_contiguous()
-            and tokens == state.tokens
+            and tokens >= state.tokens
             and heads % kv_heads == 0
             and (terms.sinks is None or terms.sinks.numel() == heads)
         )

@@ -27,6 +27,17 @@ _SAMPLE_BYTES = 64 << 20
 _HUGE_NOW = 1 << 30  # bytes of weights that are moved to huge pages at load; that takes a few seconds
 
 
+def padded_rows(rows: int) -> int:
+    """The rows that a product of ``rows`` rows is padded to: up to 6% more, 2% on average, and none up to 32.
+
+    oneDNN generates code for each number of rows and shape of weight that it meets, in 0.1 to 0.3 ms, and keeps the last 1,024.
+    A model has some five shapes, so that a step of another number of rows than any of the last two hundred would wait 2 ms for
+    code; these are sixteen numbers between a power of two and the next.
+    """
+    unit = 1 << max(0, rows.bit_length() - 5)
+    return -(-rows // unit) * unit
+
+
 class PackedLinear(nn.Module):
     """What ``nn.Linear`` computes, over a packed weight. Inference only.
 
@@ -70,12 +81,12 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, rows: int = ROWS) -> int:
-    """Replace the linear layers of ``model`` by packed ones where a measurement says it pays; returns how many.
+    """Replace the linear layers of ``model`` by packed ones where a measurement says it pays; returns how many are.
 
     ``rows``: of the usual input; the layout is chosen, and timed, for that many.
 
     Only exact ``nn.Linear`` layers on the CPU, in float32 or bfloat16. A weight that other modules hold as well (a head
-    tied to the embedding) becomes a copy, if it fits into ``COPY_SHARE`` of the available memory. Packing twice is harmless.
+    tied to the embedding) becomes a copy, if it fits into ``COPY_SHARE`` of the available memory. What is packed already stays.
     """
     mkldnn: Any = torch.backends.mkldnn  # whose is_available has no types
     if not (mkldnn.is_available() and mkldnn.enabled):
@@ -109,7 +120,7 @@ def pack_linears(model: nn.Module, rows: int = ROWS) -> int:
         linear.prefer_huge_pages(now=seen <= _HUGE_NOW)
     if packed:
         log.info("%d linear layers packed for oneDNN (%d shapes looked at)", len(packed), len(verdicts))
-    return len(packed)
+    return sum(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def _packable(linear: nn.Linear) -> bool:

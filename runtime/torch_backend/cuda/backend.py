@@ -268,7 +268,7 @@ class PagedAttention:
 CUDA = Backend(
     CUDAOperations(),
     lambda pool, loaded: PagedAttention(pool, loaded.device),
-    lambda model: None,
+    lambda model: 0,
     sampler=KernelSampler,
     record=record_decode,
     overlaps=True,
