@@ -106,14 +106,14 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         if self.setup is None or not found:
             return {}
         return Objective.under(self.setup).choose(
-            list(found.values()), self.expected, noise=self.noise, baseline=self.baseline, better=self._clearly_better
+            list(found.values()), self.expected, noise=self.noise, baseline=self.baseline, better=self.clearly_better
         )
 
     def choice(self) -> tuple[SettingT, str]:
         """The setting to recommend, and why; something must have been simulated."""
         assert self.setup is not None
         return Objective.under(self.setup).balanced(
-            self._eligible(), self.expected, noise=self.noise, baseline=self.baseline, better=self._clearly_better
+            self._eligible(), self.expected, noise=self.noise, baseline=self.baseline, better=self.clearly_better
         )
 
     def _eligible(self) -> dict[SettingT, Point]:
@@ -121,8 +121,8 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         found = {s: p for s, p in found.items() if s in self.expected} or found  # one run shows not what is expected
         return {s: p for s, p in found.items() if self.space.allows(s)} or found
 
-    def _clearly_better(self, mine: SettingT, base: SettingT) -> bool:
-        """By what was measured at the rate of the comparison alone; of goodput."""
+    def clearly_better(self, mine: SettingT, base: SettingT) -> bool:
+        """Whether ``mine`` measured clearly more goodput than ``base`` at the rate of the comparison."""
         assert self.setup is not None
         if self.setup.objective != "goodput":
             return False

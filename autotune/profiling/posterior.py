@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,9 +113,10 @@ class Posterior:
         best = max(gains, key=gains.__getitem__)
         return best, gains[best]
 
-    def sureness(self, choice: int) -> Sureness:
-        """Of ``choice`` among those measured, by draws from the posterior (the same draws each time). Ties share."""
-        measured = self.measured
+    def sureness(self, choice: int, beaten: Collection[int] = ()) -> Sureness:
+        """Of ``choice`` among those measured but the ``beaten``, by draws from the posterior (the same draws each time). Ties
+        share."""
+        measured = [i for i in self.measured if i not in beaten]
         cov = self._cov[np.ix_(measured, measured)] + 1e-12 * np.eye(len(measured))
         drawn = np.random.default_rng(0).multivariate_normal(self.mean[measured], cov, size=_DRAWS, method="eigh")
         draws = drawn.clip(0.0, 1.0)  # nobody serves more than was offered

@@ -276,8 +276,9 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         counted = count_noise(sum(p.met for p in mine.values()) // each, sum(p.offered for p in mine.values()) // each)
         found.noise = max(repeats or 0.0, counted) if by_goodput else repeats or 0.0
         choice = self._choice()
-        sure = posterior.sureness(choice)
         chosen = self._candidates[choice].setting
+        beaten = [i for i in posterior.measured if found.clearly_better(chosen, self._candidates[i].setting)]
+        sure = posterior.sureness(choice, beaten)
         best = measured[chosen]
         simulated = {i: objective.worth(self._candidates[i].point) for i in posterior.measured}
         found.confidence = confidence(
