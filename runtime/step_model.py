@@ -162,10 +162,11 @@ class Term:
 
     For the offline model: ``coefficient`` is the seconds that one of them costs, by the name they have in a profile, and at most
     ``most``; empty where it takes no such term. ``curve``: ``segments`` has a coefficient for each of several ranges of the
-    amount, ``saturating`` is that of 1 − e^(−amount/scale), ``tiles`` is a staircase that begins at nothing.
-    ``overlap_only``: not in a sum, where nothing tells it from ``step``. ``unrecorded_only``: of steps that run launch by launch
-    on an engine that records steps with prompts, and not in a model of another. ``required``: every profile with a cost model has
-    it; others are 0 where a profile lacks them.
+    amount, ``saturating`` is that of 1 − e^(−amount/scale), ``tiles`` depends on how many tiles the tokens fill, and is nothing
+    within the first. ``overlap_only``: not in a sum, where nothing tells it from ``step``. ``unrecorded_only``: of steps that run
+    launch by launch on an engine that records steps with prompts, and not in a model of another. ``required``: every profile with
+    a cost model has it; others are 0 where a profile lacks them. ``former``: only of profiles that have it; no fit takes it any
+    more.
 
     For the online learner: the ``pieces`` it is an input of, divided by ``typical``, so that all inputs are of order one.
     """
@@ -182,6 +183,7 @@ class Term:
     pieces: tuple[Piece, ...] = ()
     typical: float = 1.0
     required: bool = False
+    former: bool = False
 
     @property
     def padded(self) -> bool:
@@ -200,6 +202,11 @@ def further_rows(tokens: Any, tile: int) -> Any:
     return (tokens - 1) // tile * tile * (tokens > 0)
 
 
+def padding_rows(tokens: Any, tile: int) -> Any:
+    """Rows that ``tokens`` leave empty in the last of their tiles, behind the first: computed for nothing."""
+    return -tokens % tile * (tokens > tile)
+
+
 _ROWS = (
     Term("step", "steps", lambda s: 1.0, "overhead_s", pieces=_BOTH, required=True),
     Term("prefill_tokens", "tokens", lambda s: s.prefill_tokens + s.drafted, pieces=("mixed",), typical=256, required=True),
@@ -215,9 +222,11 @@ _ROWS = (
     Term("prefill_attention", "pairs", lambda s: s.prefill_attention, pieces=("mixed",), typical=262144, required=True),
     Term("prompts", "steps with prompts", lambda s: 1.0 * (s.prefill_tokens > 0), "prompt_s"),
     Term("mixed_context", "KV entries", lambda s: s.decode_context * (s.prefill_tokens > 0), "mixed_kv_s", "outside", 1e-3),
-    Term("tiles_128", "rows", lambda s: further_rows(computed(s), 128), "tile128_s", "compute", 1.0, "tiles"),
-    Term("tiles_256", "rows", lambda s: further_rows(computed(s), 256), "tile256_s", "compute", 1.0, "tiles"),
+    Term("tiles_128", "rows", lambda s: further_rows(computed(s), 128), "tile128_s", "compute", 1.0, "tiles", former=True),
+    Term("tiles_256", "rows", lambda s: further_rows(computed(s), 256), "tile256_s", "compute", 1.0, "tiles", former=True),
     Term("eager", "steps", lambda s: 1.0 * (s.prefill_tokens + s.drafted > 0), "eager_s", unrecorded_only=True),
+    Term("padding_128", "rows", lambda s: padding_rows(computed(s), 128), "padding128_s", "compute", 1.0, "tiles"),
+    Term("padding_256", "rows", lambda s: padding_rows(computed(s), 256), "padding256_s", "compute", 1.0, "tiles"),
 )  # fmt: skip
 
 TERMS: dict[str, Term] = {term.name: term for term in _ROWS}

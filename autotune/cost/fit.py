@@ -37,6 +37,7 @@ SERVED = "served"
 _SERVED_STEPS = 100  # below that they count like all others
 _COUNT = {"mixed": 0.3, "prefix": 0.3}  # of planned steps, where served ones are to be had
 _COUNT_SERVED = 4.0, 0.3  # with prompts, without
+_WORSE = 1.5  # times the error of the best sum in a region: what is worse there is not taken
 _WORTH = 0.004  # share of the cross-validated error that one more coefficient must win
 
 
@@ -125,7 +126,9 @@ def _fit(points: tuple[StepPoint, ...], graphs: StepGraphs, terms: tuple[str, ..
                 held_out[shape][there] = shape.times(outside.columns(shape), coefficients)[0]
         predicted |= held_out
     shape = _chosen(
-        {shape: _losses(each, data) * (1 + _WORTH * len(shape.names)) for shape, each in predicted.items()}, data
+        {shape: _losses(each, data) * (1 + _WORTH * len(shape.names)) for shape, each in predicted.items()},
+        data,
+        [p.region for p in points],
     )
     coefficients = dict(_solve_chain(_norms_up_to(shape), data))[shape]
     return Fitted(shape, coefficients, _covariance(shape, coefficients, data), predicted[shape])
@@ -162,12 +165,23 @@ def _loss(predicted: Floats, data: PointArrays) -> float:
     return float(np.average(_losses(predicted, data), weights=data.weights))
 
 
-def _chosen(losses: Mapping[Shape, Floats], data: PointArrays) -> Shape:
-    """The best by ``losses``, of each point; the best sum unless it loses by more than a standard error of the difference."""
+def _chosen(losses: Mapping[Shape, Floats], data: PointArrays, regions: Sequence[str]) -> Shape:
+    """The best by ``losses``, of each point; the best sum unless it loses by more than a standard error of the difference.
+
+    What is much worse than that sum in one of the ``regions`` is not taken, however good it is elsewhere: served steps may be of
+    another region than most of what was measured.
+    """
     weights = data.weights / data.weights.sum()
     mean = {shape: float(each @ weights) for shape, each in losses.items()}
-    best = min(mean, key=mean.__getitem__)
     plain = min((shape for shape in mean if shape.norm == 1 and not shape.experts), key=mean.__getitem__)
+    named = np.array(regions)
+    known = [named == region for region in set(regions) if (named == region).sum() >= FEWEST]
+
+    def even(shape: Shape) -> bool:
+        pairs = ((losses[shape][there].mean(), losses[plain][there].mean()) for there in known)
+        return all(mine <= max(_WORSE * its, its + _FLOOR / 2) for mine, its in pairs)
+
+    best = min(filter(even, mean), key=mean.__getitem__, default=plain)
     gain = mean[plain] - mean[best]
     error = np.linalg.norm(weights * (losses[plain] - losses[best] - gain))
     return best if gain > error else plain

@@ -18,7 +18,7 @@ from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionErro
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from runtime.records import percentile
-from runtime.step_model import NO_GRAPHS, TERMS, StepFeatures, StepGraphs, StepLearner, further_rows
+from runtime.step_model import NO_GRAPHS, TERMS, StepFeatures, StepGraphs, StepLearner, further_rows, padding_rows
 
 WRITTEN_OUT = frozenset(
     (
@@ -36,6 +36,8 @@ WRITTEN_OUT = frozenset(
         "tiles_128",
         "tiles_256",
         "eager",
+        "padding_128",
+        "padding_256",
     )
 )
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
@@ -231,7 +233,12 @@ class CostModel:
             self._memory += [weights + experts * (1 - math.exp(-n / scale)) for n in range(begin, end)]
         else:
             self._memory += [weights] * (end - begin)
-        tiles = [(tile, each) for tile in (128, 256) if (each := values.get(f"tile{tile}_s", 0.0))]
+        tiles = [
+            (rows, tile, each)
+            for rows, name in ((further_rows, "tile"), (padding_rows, "padding"))
+            for tile in (128, 256)
+            if (each := values.get(f"{name}{tile}_s", 0.0))
+        ]
         counts = np.arange(begin, end)
         found = np.zeros(end - begin)
         for start, to, each in segments:
@@ -239,7 +246,7 @@ class CostModel:
         compute: list[float] = found.tolist()
         if tiles:
             for n, seconds in enumerate(compute, begin):
-                compute[n - begin] = seconds + sum([each * further_rows(n, tile) for tile, each in tiles])
+                compute[n - begin] = seconds + sum([each * rows(n, tile) for rows, tile, each in tiles])
         self._compute += compute
 
 

@@ -34,18 +34,20 @@ from runtime.step_model import NO_GRAPHS, TERMS, Group, StepFeatures, StepGraphs
 Floats = NDArray[np.float64]
 TOKEN = f"{TERMS['tokens'].coefficient}@"
 EXPERT_TOKENS = "expert_tokens"
+_FORMER = {term.coefficient for term in TERMS.values() if term.former}
 _WIDE = 1.5  # how far beyond its beginning the last segment must have been seen
 
 
 @dataclass(frozen=True)
 class Shape:
     """``knots``: token counts where the cost of one more token may change, from 0. ``experts``: ``expert_tokens``, if any.
-    ``graphs``: the steps that are recorded."""
+    ``graphs``: the steps that are recorded. ``former``: of an earlier version's fit, with the terms that it had."""
 
     norm: float
     knots: tuple[int, ...] = (0,)
     experts: float | None = None
     graphs: StepGraphs = NO_GRAPHS
+    former: bool = False
 
     @property
     def family(self) -> str:
@@ -60,7 +62,7 @@ class Shape:
         try:
             norm = {"sum": 1.0, "max": math.inf}[head] if head in ("sum", "max") else float(head.removeprefix("norm"))
             knots = tuple(sorted(int(name.removeprefix(TOKEN)) for name in names if name.startswith(TOKEN)))
-            shape = cls(norm, knots, experts, graphs)
+            shape = cls(norm, knots, experts, graphs, former=not _FORMER.isdisjoint(names))
         except ValueError:
             raise ValueError(
                 f"family is {family!r}; it must be sum, max or norm2, with +experts or +segments"
@@ -95,6 +97,7 @@ class Shape:
             and not (term.overlap_only and self.norm == 1)
             and not (term.curve == "saturating" and not self.experts)
             and not (term.unrecorded_only and not self.graphs.prompts)
+            and not (term.former and not self.former)
         ]
 
     @cached_property

@@ -161,6 +161,10 @@ def fitted_knobs(cost: StepModel, slo: SLO, rate: float, mean_output: float, mea
         fits = cost.predict(typical_step(slots, middle, mean_context)) <= 0.9 * tpot
         low, high = (middle, high) if fits else (low, middle - 1)
     budget = min(_LARGEST_BUDGET, _power_of_two(slots + low))
+    while (larger := 2 * budget) <= _LARGEST_BUDGET:  # a full tile may be faster than one begun
+        if cost.predict(typical_step(slots, larger - slots, mean_context)) > 0.9 * tpot:
+            break
+        budget = larger
     return Knobs(max_batch_size=slots, max_wait_ms=0, token_budget=budget, chunk_size=budget)
 
 

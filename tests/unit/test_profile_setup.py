@@ -89,6 +89,16 @@ def test_the_first_guess_has_its_step_within_tpot() -> None:
     assert fitted_knobs(Linear(base=1, per_prompt_token=1, per_decode=1), TARGETS, 1, 1).token_budget == 16
 
 
+def test_the_first_guess_fills_a_tile_where_a_begun_one_takes_longer() -> None:
+    class Tiles:
+        def predict(self, step: StepFeatures) -> float:
+            tokens = step.decodes + step.prefill_tokens
+            return 0.005 + 0.00006 * tokens + 0.0002 * (-tokens % 256)
+
+    guess = fitted_knobs(Tiles(), TARGETS, rate=2, mean_output=25)
+    assert guess.token_budget == 512  # of 300 tokens a step takes 65 ms, of 512 36 ms, of 1,024 66 ms
+
+
 def calibrated(workload: str, **given: Any) -> tuple[Setup, SimulatedEngine]:
     engine = machine(noise=0.0)
     load, cost = parse_workload(workload), Padded()
