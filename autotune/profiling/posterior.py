@@ -39,6 +39,9 @@ _STEPS = 0.25  # share of the latter in δ's variance
 _DRAWS = 4096
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)
 
+BEATEN = 0.025
+"""Probability that a setting whose 95% interval lies below another's is as good."""
+
 _NOTHING = 0.0005  # a share that would read 0.0%
 
 
@@ -114,8 +117,10 @@ class Posterior:
         return best, gains[best]
 
     def sureness(self, choice: int, beaten: Collection[int] = ()) -> Sureness:
-        """Of ``choice`` among those measured but the ``beaten``, by draws from the posterior (the same draws each time). Ties
-        share."""
+        """Of ``choice`` among those measured, by draws from the posterior (the same draws each time). Ties share.
+
+        ``beaten``: those that measured clearly worse; each is better with :data:`BEATEN` after all, whatever is expected of it.
+        """
         measured = [i for i in self.measured if i not in beaten]
         cov = self._cov[np.ix_(measured, measured)] + 1e-12 * np.eye(len(measured))
         drawn = np.random.default_rng(0).multivariate_normal(self.mean[measured], cov, size=_DRAWS, method="eigh")
@@ -123,9 +128,10 @@ class Posterior:
         best = draws.max(axis=1)
         tied = draws >= best[:, None] - self._quantum / 10
         mine = measured.index(choice)
+        right = (1 - BEATEN) ** len(beaten)
         return Sureness(
-            float((tied[:, mine] / tied.sum(axis=1)).mean()),
-            float(tied[:, mine].mean()),
+            right * float((tied[:, mine] / tied.sum(axis=1)).mean()),
+            right * float(tied[:, mine].mean()),
             float((best - draws[:, mine]).mean()),
         )
 

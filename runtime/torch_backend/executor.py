@@ -546,7 +546,7 @@ class TorchExecutor:
         keep = (
             [] if len(keep) == at else keep or [0]
         )  # one row at least goes through the head: some models take no less
-        if self._padded is not None and self._chain is not None and self._chain.applies:
+        if self._padded is not None and self._chain is not None and self._plain_model:
             dummies = self._padded(at) - at
             ids += [0] * dummies
             positions = np.concatenate([positions, np.zeros(dummies, np.int64)])

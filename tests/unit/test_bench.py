@@ -223,10 +223,10 @@ MODEL = FACTS.model_copy(update={"max_model_len": 8192})
 @pytest.mark.parametrize(
     ("spec", "rate", "prompt", "offered", "chosen_by"),
     [
-        ("fixed:prompt=512,output=64", None, 64, None, "the profile's"),
+        ("fixed:prompt=512,output=64", None, 128, None, "the profile's"),
         ("fixed:prompt=512,output=64,length=1", None, 512, None, "the profile's"),
-        ("fixed:prompt=512,output=64,rate=3", None, 64, 3.0, "given"),
-        ("fixed:prompt=512,output=64,rate=3", 5.0, 64, 5.0, "given"),
+        ("fixed:prompt=512,output=64,rate=3", None, 128, 3.0, "given"),
+        ("fixed:prompt=512,output=64,rate=3", 5.0, 128, 5.0, "given"),
         ("fixed:prompt=100000,output=10,length=1", None, 150, None, "the profile's"),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_profile_lends_what_the_workload_does_not_say(
     spec: str, rate: float | None, prompt: int, offered: float | None, chosen_by: str
 ) -> None:
     profile = load_profile(ROOT / "profiles" / "cpu-2core-tiny.yaml")
-    assert profile.workload.length_scale == 1 / 8
+    assert profile.workload.length_scale == 1 / 4
     with paced() as engine:
         pool = engine.facts.kv_tokens
         load = of_profile(engine, MODEL, profile, spec, None, rate)

@@ -24,6 +24,7 @@ from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.request import Sequence
 from runtime.shared.ceilings import StepLoad
+from runtime.shared.frozen_heap import frozen_heap
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from tests.building import request_record
@@ -142,6 +143,16 @@ def test_no_full_garbage_collection_falls_into_a_measurement() -> None:
             assert gc.get_freeze_count() > 10_000
         finally:
             gc.unfreeze()
+
+
+def test_the_heap_thaws_behind_the_last_who_froze_it() -> None:
+    first, second = frozen_heap(), frozen_heap()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_freeze_count() > 10_000
+    second.__exit__(None, None, None)
+    assert gc.get_freeze_count() == 0
 
 
 def test_stop_ends_it_at_once_and_leaves_the_engine_idle() -> None:

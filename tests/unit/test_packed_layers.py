@@ -12,7 +12,7 @@ from runtime.torch_backend.cpu import linear
 from runtime.torch_backend.cpu.linear import PackedLinear, pack_linears, padded_rows
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.norm import FusedRMSNorm, fuse_norms
-from tests.unit.executor_harness import prompts, run, tiny
+from tests.unit.executor_harness import TinyModel, prompts, run, tiny
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 pytestmark = needs_onednn
@@ -114,15 +114,23 @@ def test_few_numbers_of_rows_are_multiplied() -> None:
     assert [padded_rows(rows) for rows in (1, 31, 32, 33, 64, 65, 1000, 8191)] == [1, 31, 32, 34, 64, 68, 1024, 8192]
 
 
+def with_loud_dummies(head_dim: int) -> TinyModel:
+    """A model in which token 0, which dummies are, has keys and values that are not zero."""
+    loaded = tiny(head_dim=head_dim)
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[0] = 1.0
+    return loaded
+
+
 @pytest.mark.parametrize("head_dim", [32, 24])  # the kernel of attention takes the one, PyTorch the other
 def test_steps_run_with_dummies_and_yield_the_same(
     head_dim: int, always: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = [(prompt, 1 + at % 9) for at, prompt in enumerate(prompts([1 + 7 * at % 61 for at in range(50)]))]
-    knobs = Knobs(max_batch_size=44, token_budget=160, chunk_size=80)
-    generic = TorchExecutor(tiny(head_dim=head_dim), kv_blocks=600, block_size=8, backend=PLAIN)
+    work = [(prompt, 24 + at % 9) for at, prompt in enumerate(prompts([1 + 7 * at % 61 for at in range(50)]))]
+    knobs = Knobs(max_batch_size=44, token_budget=157, chunk_size=80)
+    generic = TorchExecutor(with_loud_dummies(head_dim), kv_blocks=600, block_size=8, backend=PLAIN)
     expected = run(generic, work, knobs)[0]
-    executor = TorchExecutor(tiny(head_dim=head_dim), kv_blocks=600, block_size=8)
+    executor = TorchExecutor(with_loud_dummies(head_dim), kv_blocks=600, block_size=8)
     multiplied: set[int] = set()
     forward = PackedLinear.forward
 
@@ -132,19 +140,28 @@ def test_steps_run_with_dummies_and_yield_the_same(
 
     monkeypatch.setattr(PackedLinear, "forward", seen)
     assert run(executor, work, knobs)[:2] == (expected, {})
-    assert max(multiplied) > 128 and multiplied == {padded_rows(rows) for rows in multiplied}
+    assert {44, 160} <= multiplied == {padded_rows(rows) for rows in multiplied}
     zero = executor.pool.pad_block * 8
     assert all(not layer.keys[zero : zero + 8].any() for layer in executor.pool.layers.values())
+    assert all(layer.keys[zero + 8 : zero + 16].any() for layer in executor.pool.layers.values()), "where dummies write"
 
 
-def test_a_model_with_hooks_gets_no_dummies(always: None) -> None:
+@pytest.mark.parametrize("part", ["whole", "head"])
+def test_a_model_with_hooks_gets_no_dummies(part: str, always: None) -> None:
     loaded = tiny()
     executor = TorchExecutor(loaded, kv_blocks=100, block_size=8)
     seen: list[int] = []
-    loaded.model.register_forward_pre_hook(
-        lambda model, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    run(executor, [(prompt, 1) for prompt in prompts([33])], Knobs(token_budget=64, chunk_size=64))
+    if part == "whole":
+        loaded.model.register_forward_pre_hook(
+            lambda model, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+    else:
+        loaded.model.lm_head.register_forward_pre_hook(lambda head, args: seen.append(len(args[0])))
+    knobs = Knobs(max_batch_size=33, token_budget=64, chunk_size=64)
+    if part == "whole":
+        run(executor, [(prompt, 1) for prompt in prompts([33])], knobs)
+    else:
+        run(executor, [(prompt, 1) for prompt in prompts([1] * 33)], knobs)
     assert seen == [33]
 
 
