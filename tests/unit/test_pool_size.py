@@ -65,7 +65,7 @@ def test_a_pool_larger_than_what_is_free(free: Callable[[int], None]) -> None:
 def test_the_pool_is_there_before_the_first_step() -> None:
     loaded = loaded_model()
     executor = TorchExecutor(loaded, kv_blocks=10, block_size=16)
-    assert executor.pool.bytes == (10 + 1) * 16 * loaded.kv_bytes_per_token
+    assert executor.pool.bytes == (10 + 2) * 16 * loaded.kv_bytes_per_token
     with Engine(loaded, kv_tokens=160) as engine:
         assert isinstance(engine.executor, TorchExecutor)
         before = engine.executor.pool.bytes
@@ -178,7 +178,7 @@ def test_the_pool_gets_what_is_free_behind_the_largest_step(monkeypatch: pytest.
         blocks = int((1000 - 300 - 2) * (1 - MARGIN))
         assert engine.facts.kv_tokens == blocks * 16 == 677 * 16
         assert isinstance(engine.executor, TorchExecutor)
-        assert engine.executor.pool.bytes == (677 + 1) * block
+        assert engine.executor.pool.bytes == (677 + 2) * block
         assert not device.says and device.pools_left == 0, "a pool was still there when what is free was asked"
         assert device.peaks == [(6, 40)], "as many sequences and tokens as the ceilings allow"
         before = engine.executor.pool.bytes
