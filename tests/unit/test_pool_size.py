@@ -70,7 +70,7 @@ def test_the_pool_is_there_before_the_first_step() -> None:
         assert isinstance(engine.executor, TorchExecutor)
         before = engine.executor.pool.bytes
         engine.generate([[1, 2, 3]], max_tokens=3)
-        assert engine.executor.pool.bytes == before == 11 * 16 * loaded.kv_bytes_per_token
+        assert engine.executor.pool.bytes == before == 12 * 16 * loaded.kv_bytes_per_token
         assert len(engine.executor.pool.layers) == loaded.layers
 
 
