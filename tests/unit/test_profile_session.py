@@ -66,7 +66,8 @@ def truth(knobs: Knobs, rate: float) -> float:
 def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, KeepingReporter], tmp_path: Path) -> None:
     found, reported = whole_told
     assert reported.stages == ["calibrating", "simulating", "validating", "capacity"]
-    assert found.cost is not None and found.cost.facts.error < 0.1 and len(found.steps) == found.cost.facts.points
+    assert found.cost is not None and found.cost.facts.error < 0.1
+    assert len(found.steps) <= found.cost.facts.points  # more where it was fitted to what was measured, too
     kept = found.cost.facts
     assert kept.jitter is not None and len(kept.jitter.quantiles) == 32 and 0 <= kept.serving_overhead_s < 1e-3
     assert [run.trial for run in found.simulated] == list(range(24))
