@@ -338,7 +338,7 @@ class Confidence(Part):
     )
     best: Share = Field(
         description="probability that the recommended setting is the best of the validated ones; equals share it, and each that "
-        "it has clearly beaten is better with 2.5% after all"
+        "measured clearly worse is better with 2.5% after all"
     )
     regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
     sentence: str = Field(description="the same in words")

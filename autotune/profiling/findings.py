@@ -129,3 +129,13 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         runs = self.validated_at(self.setup.rate)
         here, there = ([run for run in runs if run.setting == setting] for setting in (mine, base))
         return bool(here and there) and clearly_better(here, there, self.noise)
+
+    def measured_worse(self, setting: SettingT, chosen: SettingT) -> bool:
+        """Whether measurements rule ``setting`` out, whatever is expected of it: ``chosen`` measured clearly more goodput; or
+        more than noise is expected of ``setting``, and the baseline measured no less and clearly lower p99s."""
+        assert self.setup is not None
+        points = self._compared()
+        base = None if self.baseline is None else points.get(self.baseline)
+        more = self.expected.get(setting, 0.0) > self.expected.get(chosen, 0.0) + self.noise
+        dominated = base is not None and more and Objective.under(self.setup).dominated(points[setting], base)
+        return dominated or self.clearly_better(chosen, setting)

@@ -313,6 +313,20 @@ def test_what_the_baseline_outdoes_is_not_balanced() -> None:
     assert OBJECTIVE.choose([mine, fewer], expected, baseline=VLLM)["balanced"].point is mine
 
 
+def test_what_measurements_rule_out_is_not_among_the_possible_best() -> None:
+    def measured(knobs: Knobs, p99: float) -> Run:
+        latency = Latency(p50=1, p99=p99)
+        return run(knobs, 40, ttft_ms=latency, tpot_ms=latency, e2e_ms=latency)
+
+    found = findings(measured(SMALL, 100), measured(VLLM, 100), measured(LARGE, 120))
+    found.baseline, found.noise = VLLM, 0.02
+    for more, ruled_out in ((0.1, True), (0.01, False)):
+        found.expected = {SMALL: 0.85, VLLM: 0.84, LARGE: 0.85 + more}
+        assert found.measured_worse(LARGE, SMALL) == ruled_out, "slower than the defaults, where more is expected of it"
+        assert not found.measured_worse(VLLM, SMALL)
+    assert found.settings()["balanced"].knobs == SMALL
+
+
 def test_the_sidecar_has_a_line_for_each_run_and_each_failure() -> None:
     import json
 

@@ -277,8 +277,8 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         found.noise = max(repeats or 0.0, counted) if by_goodput else repeats or 0.0
         choice = self._choice()
         chosen = self._candidates[choice].setting
-        beaten = [i for i in posterior.measured if found.clearly_better(chosen, self._candidates[i].setting)]
-        sure = posterior.sureness(choice, beaten)
+        worse = [s for s in mine if s != chosen and found.measured_worse(s, chosen)]
+        sure = posterior.sureness(choice, [i for i in posterior.measured if self._candidates[i].setting in worse])
         best = measured[chosen]
         simulated = {i: objective.worth(self._candidates[i].point) for i in posterior.measured}
         found.confidence = confidence(
