@@ -37,7 +37,8 @@ SERVED = "served"
 _SERVED_STEPS = 100  # below that they count like all others
 _COUNT = {"mixed": 0.3, "prefix": 0.3}  # of planned steps, where served ones are to be had
 _COUNT_SERVED = 4.0, 0.3  # with prompts, without
-_WORSE = 1.5  # times the error of the best sum in a region: what is worse there is not taken
+_WORSE = 1.5  # times the error of the best sum in a region: what is worse there is not taken,
+_AS_GOOD = 0.01  # unless the errors differ by no more than this
 _WORTH = 0.004  # share of the cross-validated error that one more coefficient must win
 
 
@@ -179,7 +180,7 @@ def _chosen(losses: Mapping[Shape, Floats], data: PointArrays, regions: Sequence
 
     def even(shape: Shape) -> bool:
         pairs = ((losses[shape][there].mean(), losses[plain][there].mean()) for there in known)
-        return all(mine <= max(_WORSE * its, its + _FLOOR / 2) for mine, its in pairs)
+        return all(mine <= max(_WORSE * its, its + _AS_GOOD) for mine, its in pairs)
 
     best = min(filter(even, mean), key=mean.__getitem__, default=plain)
     gain = mean[plain] - mean[best]

@@ -59,7 +59,7 @@ CPU = Backend(
     CPUOperations(),
     lambda pool, loaded: PagedAttention(pool, loaded.device),
     pack_linears,
-    padded_rows,
+    padded=padded_rows,
     tidy=return_free_pages,
 )
 

@@ -197,14 +197,7 @@ class TorchExecutor:
             scratch = recorded or backend.padded is not None
             check_kv_cache_dtype(loaded.kv_cache_dtype, loaded.device, backend)
             fp8 = loaded.kv_cache_dtype == "fp8"
-            self.pool = KVPool(
-                kv_blocks,
-                block_size,
-                loaded.kv_layers,
-                loaded.device,
-                scratch=scratch,
-                fp8=fp8,
-            )
+            self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=scratch, fp8=fp8)
             self.overlaps = backend.overlaps if overlaps is None else overlaps
             """Whether a step may be launched while another is in flight, and gains by it."""
             self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
@@ -543,9 +536,8 @@ class TorchExecutor:
             self._scrub(rows.sequences, positions, batch.chunks)
         if batch.chunks:
             positions, slots = np.concatenate(all_positions), np.concatenate(all_slots)
-        keep = (
-            [] if len(keep) == at else keep or [0]
-        )  # one row at least goes through the head: some models take no less
+        # one row at least goes through the head: some models take no less
+        keep = [] if len(keep) == at else keep or [0]
         if self._padded is not None and self._chain is not None and self._plain_model:
             dummies = self._padded(at) - at
             ids += [0] * dummies
