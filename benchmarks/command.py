@@ -66,6 +66,14 @@ def share(text: str) -> float:
     return value
 
 
+def deviation(text: str) -> float:
+    """Of a machine's speed."""
+    value = _number(text)
+    if not 0 <= value <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text}; it must be 0 to 0.5, such as 0.15")
+    return value
+
+
 def count(text: str) -> int:
     value = _number(text)
     if not (1 <= value <= 100 and value.is_integer()):

@@ -16,7 +16,8 @@ The *truth* about a setting is its goodput over long runs without noise (:mod:`b
 choice falls short of the best setting that anybody found, as a share of it. Who finds nothing keeps vLLM's defaults.
 
 Run ``python -m benchmarks.sweep``; ``--quick`` takes three cases and one seed, ``--jobs N`` works on N cases at a time, ``--keep
-FILE`` keeps each case as it is done, and does not do it again (FILE is of this code; begin another when that changes). The
+FILE`` keeps each case as it is done, and does not do it again (FILE is of this code; begin another when that changes).
+``--drift 0.15`` has every machine change its speed, as one that others share does; the truth is of such a machine, too. The
 last line is JSON: ``regret`` (mean over cases and seeds), ``regret_max`` (of a single run), ``hardware_share`` (mean, of one
 round of the grid), and ``vs_random``, ``vs_tpe``, ``vs_auto_tune`` and the like: the mean over cases and seeds of our true
 goodput, as a share of each case's best, over the mean of theirs (null: they serve nothing anywhere).
@@ -33,7 +34,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.command import command, exit_code
+from benchmarks.command import command, deviation, exit_code
 from benchmarks.kept import Kept
 from benchmarks.sweep.cases import CASES
 from benchmarks.sweep.contest import OURS, CaseResult, Result, play
@@ -127,6 +128,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three cases, one seed, two rounds of the grid")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, each a process of its own (default 1)")
     parser.add_argument("--cases", nargs="*", choices=[c.name for c in CASES], help="only these")
+    parser.add_argument(
+        "--drift",
+        type=deviation,
+        default=0.0,
+        help="deviation of the machine's speed, which changes every one and a half windows (default: it does not)",
+    )
     parser.add_argument("--seeds", nargs="*", type=int, help=f"other than {SEEDS}, quick {QUICK_SEEDS}")
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="keep each case that is done, and go on from those kept"
@@ -135,8 +142,9 @@ def main() -> None:
     names = given.cases or (list(QUICK) if given.quick else [c.name for c in CASES])
     seeds = tuple(given.seeds or (QUICK_SEEDS if given.quick else SEEDS))
     rounds, truth_seeds = (2, 3) if given.quick else (ROUNDS, 6)
-    work = partial(play, seeds=seeds, rounds=rounds, truth_seeds=truth_seeds)
-    kept = Kept(given.keep, {"seeds": seeds, "rounds": rounds, "truth_seeds": truth_seeds})
+    work = partial(play, seeds=seeds, rounds=rounds, truth_seeds=truth_seeds, drift=given.drift)
+    drift = {"drift": given.drift} if given.drift else {}
+    kept = Kept(given.keep, {"seeds": seeds, "rounds": rounds, "truth_seeds": truth_seeds, **drift})
     done = {case.case: case for case in map(CaseResult.of_json, kept.known())}
     left = [name for name in names if name not in done]
     with ProcessPoolExecutor(given.jobs) as pool:
@@ -151,7 +159,7 @@ def main() -> None:
             )
     cases = [done[name] for name in names]
     report(cases)
-    print(json.dumps(summary(cases)))
+    print(json.dumps(summary(cases) | drift))
 
 
 if __name__ == "__main__":

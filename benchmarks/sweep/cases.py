@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 from autotune.measure.evaluate import evaluate, recorded
 from autotune.measure.score import Score
@@ -33,6 +34,7 @@ REQUESTS = 500
 
 LIMITS = KnobLimits(max_batch_size=512, max_wait_ms=100, token_budget=8192, chunk_size=8192)
 VOCABULARY = 32000
+_DRIFTS = 1.5  # windows that a machine that drifts stays at a speed
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ CPU_GRID = Grid((2, 4, 8, 16, 32, 64, 128), (32, 64, 128, 256, 512, 1024), (32, 
 
 @dataclass(frozen=True)
 class Case:
-    """A machine (``truth``, made from a seed, with a pool of ``kv_tokens``), its load at ``rate`` requests/s, and the SLO."""
+    """A machine (``truth``, made from a seed, with a pool of ``kv_tokens``), its load at ``rate`` requests/s, and the SLO.
+
+    ``drift``: deviation of its speed, which changes every one and a half windows; 0: it does not.
+    """
 
     name: str
     about: str
@@ -73,6 +78,7 @@ class Case:
     rate: float
     warmup_s: float
     grid: Grid = GPU_GRID
+    drift: float = 0.0
 
     @property
     def window_s(self) -> float:
@@ -95,7 +101,10 @@ class Machine:
         make: Callable[..., SimulatedEngine] = SimulatedEngine
         if isinstance(truth, Truth):
             make = partial(simulated_engine, prefix_cache=True)  # it is asked by the very chunks of a step
-        self.engine = make(truth, kv_tokens=case.kv_tokens, limits=LIMITS, slo=case.slo, noise=noise, seed=seed)
+        drifting = hardware.Drifting(truth, case.drift, _DRIFTS * case.window_s, seed)
+        model: Any = drifting if case.drift else truth
+        self.engine = make(model, kv_tokens=case.kv_tokens, limits=LIMITS, slo=case.slo, noise=noise, seed=seed)
+        drifting.clock = self.engine.clock
         self._windows = windows
         self.limits = LIMITS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -94,10 +94,10 @@ def ours(machine: Machine, seed: int, *, measured: int = _MEASURED, sim_trials: 
     return Choice(found.settings()["balanced"].knobs, machine.spent_s, len(found.runs), len(found.runs))
 
 
-def play(name: str, seeds: Sequence[int], rounds: int, truth_seeds: int) -> CaseResult:
-    """Everything about one case."""
+def play(name: str, seeds: Sequence[int], rounds: int, truth_seeds: int, drift: float = 0.0) -> CaseResult:
+    """Everything about one case; on a machine whose speed has a deviation of ``drift``."""
     begun = time.process_time()
-    case = next(c for c in CASES if c.name == name)
+    case = replace(next(c for c in CASES if c.name == name), drift=drift)
     table = exhaustive(Machine(case, seeds[0]), rounds, seeds[0])
     round_s = table[0][0].spent_s
     choices: list[tuple[str, int, Choice]] = []

@@ -12,8 +12,9 @@ import math
 import random
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from runtime.clock import Clock, VirtualClock
 from runtime.step_model import StepFeatures
 
 _TILE = 128  # rows a GEMM kernel computes at once
@@ -217,6 +218,35 @@ class Cpu:
         read = context + (self.spill - 1.0) * max(0, context - self.cached)
         seconds = self.base + self.row * rows + self.context * read + self.pair * step.prefill_attention
         return seconds + (self.mixed if step.prefill_tokens else 0.0)
+
+
+class Drifting:
+    """``machine``, as a machine that others share: each step takes a factor longer, which is drawn anew every ``every_s`` seconds
+    (log-normal, of that ``deviation``). ``clock``: that of its engine, which is made with it.
+
+    Equal seeds draw equal factors for equal times. Steps that an engine plans at once all have the factor of the first.
+    """
+
+    def __init__(self, machine: Any, deviation: float, every_s: float, seed: int) -> None:
+        self._machine, self._deviation, self._every_s, self._seed = machine, deviation, every_s, seed
+        self._drawn: dict[int, float] = {}
+        self.clock: Clock = VirtualClock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    def predict(self, step: StepFeatures) -> float:
+        return self._factor() * float(self._machine.predict(step))
+
+    def step_seconds(self, *step: Any) -> float:
+        """Of a machine that is asked by the very chunks of a step."""
+        return self._factor() * float(self._machine.step_seconds(*step))
+
+    def _factor(self) -> float:
+        place = int(self.clock.now() / self._every_s)
+        if place not in self._drawn:
+            self._drawn[place] = math.exp(random.Random(f"{self._seed}/{place}").gauss(0, self._deviation))
+        return self._drawn[place]
 
 
 def _padded(decodes: int) -> int:

@@ -138,6 +138,17 @@ class TestCases:
         prompt_tokens, output_tokens = mean_lengths(case)
         assert 16 < output_tokens < prompt_tokens < 8000
 
+    def test_a_machine_that_drifts_has_another_speed_from_time_to_time_and_the_same_under_the_same_seed(self) -> None:
+        """One of formulas, and one that is asked by the chunks of its steps."""
+        for case in (SMALL, next(case for case in CASES if case.name == "a100-code")):
+            even = Machine(case, 1).measure(Knobs(16, 0, 256, 256), 7).steps.mean_ms
+            drifting = [Machine(replace(case, drift=0.3), seed) for seed in (1, 1, 2)]
+            first, again, other = (
+                [machine.measure(Knobs(16, 0, 256, 256), 7).steps.mean_ms for _ in range(3)] for machine in drifting
+            )
+            assert first == again and max(first) > 1.1 * min(first)
+            assert other[0] != first[0] and not any(each == pytest.approx(even, rel=1e-3) for each in first)
+
     def test_a_machine_repeats_itself_and_counts_its_time(self) -> None:
         knobs = Knobs(16, 0, 256, 256)
         first, again, other = (Machine(SMALL, seed) for seed in (1, 1, 2))
