@@ -32,10 +32,9 @@ class Capabilities:
 
     ``knobs``: what setting each knob does. ``step_records``: listeners hear of every step. ``step_budgets``: a step policy
     is asked before every step; without it :meth:`Tunable.set_step_policy` takes None alone. ``admission``: an admission
-    policy can be put in force, and ``deadline_order``: it can have waiting requests ordered by deadline; without
-    it :meth:`Tunable.set_admission` takes None alone. ``fault_isolation``: a step that fails ends the requests in it, or the one
-    at fault; without it, it ends the engine. ``virtual_time``: time passes only in the calls that
-    let it pass (:class:`autotune.engines.VirtualEngine`).
+    policy can be put in force; without it :meth:`Tunable.set_admission` takes None alone. ``fault_isolation``: a step that fails
+    ends the requests in it, or the one at fault; without it, it ends the engine. ``virtual_time``: time passes only in the calls
+    that let it pass (:class:`autotune.engines.VirtualEngine`).
 
     Raises ``ValueError`` unless ``knobs`` has an effect for each knob and no other name.
     """
@@ -44,7 +43,6 @@ class Capabilities:
     step_records: bool = True
     step_budgets: bool = True
     admission: bool = True
-    deadline_order: bool = True
     fault_isolation: bool = True
     virtual_time: bool = False
 

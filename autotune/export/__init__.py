@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autotune.export.exporting import Export, export
-from autotune.export.source import CallableSource, EngineSource, Source
+from autotune.export.source import ProfiledCallable, ProfiledEngine, Source
 from autotune.export.target import ExportTarget, Fit, Row
 from autotune.export.targets import TARGETS
 
-__all__ = ["TARGETS", "CallableSource", "EngineSource", "Export", "ExportTarget", "Fit", "Row", "Source", "export"]
+__all__ = ["TARGETS", "Export", "ExportTarget", "Fit", "ProfiledCallable", "ProfiledEngine", "Row", "Source", "export"]

@@ -13,7 +13,7 @@ import yaml
 
 from autotune.export.comments import MARK, header, note_of, one_line
 from autotune.export.files import flat
-from autotune.export.source import EngineSource, Source, callable_source
+from autotune.export.source import ProfiledEngine, Source, callable_source
 from autotune.export.target import Entry, ExportTarget, Fit, Rows, S, Value, number
 from autotune.export.targets import TARGETS
 from autotune.profile import RECOMMENDED, ModelFacts, Profile
@@ -146,7 +146,7 @@ def export(
         return _export(target, found, target.call_rows(), allow_lossy)
     if not any(name == purpose for name in profile.settings):
         raise InputError(f"--for is {purpose}; {named} holds {', '.join(profile.settings)}")
-    source = EngineSource(
+    source = ProfiledEngine(
         target=target.name,
         profile_name=named,
         knobs=next(held.knobs for name, held in profile.settings.items() if name == purpose),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autotune.export.files import yaml_file
 from autotune.export.rows import FACTS_OF_THE_MODEL, as_calls, batches_calls, no_cost, no_wait
-from autotune.export.source import CallableSource, Source
+from autotune.export.source import ProfiledCallable, Source
 from autotune.export.target import ExportTarget, Fit, Row, Written
 
 _CALLS = 2  # one batch that runs and one that forms: Serve sends a replica no more requests than max_ongoing_requests
@@ -25,7 +25,7 @@ def _wait(source: Source) -> Written:
     return {"user_config.batch_wait_timeout_s": source.knobs.max_wait_ms / _MS}
 
 
-def _replicas(source: CallableSource) -> Written:
+def _replicas(source: ProfiledCallable) -> Written:
     return {"num_replicas": source.profile.replicas}
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autotune.export.source import CallableSource, EngineSource, Source
+from autotune.export.source import ProfiledCallable, ProfiledEngine, Source
 from autotune.export.target import FACT_ROWS, Fit, Row, Value, Written
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def no_chunk_needed(source: EngineSource) -> str:
+def no_chunk_needed(source: ProfiledEngine) -> str:
     """Why no prompt would be cut by ``chunk_size``, or ""."""
     chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.max_model_len
     if chunk >= budget:
@@ -20,16 +20,16 @@ def no_chunk_needed(source: EngineSource) -> str:
     return ""
 
 
-def sequences(key: str) -> Row[EngineSource]:
+def sequences(key: str) -> Row[ProfiledEngine]:
     """Most sequences of a step, which holds at least one token of each."""
 
-    def cut(source: EngineSource) -> str:
+    def cut(source: ProfiledEngine) -> str:
         knobs = source.knobs
         if knobs.max_batch_size <= knobs.token_budget:
             return ""
         return f"a step holds at least one token of each sequence, so token_budget {knobs.token_budget} is the bound"
 
-    def write(source: EngineSource) -> Written:
+    def write(source: ProfiledEngine) -> Written:
         return {key: min(source.knobs.max_batch_size, source.knobs.token_budget)}
 
     return Row(Fit.EXACT, (key,), write, about=cut)
@@ -43,7 +43,7 @@ def no_drafts(source: Source) -> str:
     return "value 0 loses nothing" if source.knobs.draft_tokens == 0 else ""
 
 
-def no_cost(source: CallableSource) -> str:
+def no_cost(source: ProfiledCallable) -> str:
     """Why a bound on the cost of a call never bound, or ""."""
     costly = source.profile.inputs.cost is not None
     return (
@@ -53,7 +53,7 @@ def no_cost(source: CallableSource) -> str:
     )
 
 
-def _pool_elsewhere(source: EngineSource) -> str:
+def _pool_elsewhere(source: ProfiledEngine) -> str:
     """Why the size of the KV cache is left to the target, or ""."""
     if source.profile.machine.kind != "gpu":
         return "left to its default: the pool was measured in a CPU's memory, which says nothing about a GPU's"
@@ -62,21 +62,21 @@ def _pool_elsewhere(source: EngineSource) -> str:
     return ""
 
 
-def same(key: str, value: Callable[[EngineSource], Value | None]) -> Row[EngineSource]:
+def same(key: str, value: Callable[[ProfiledEngine], Value | None]) -> Row[ProfiledEngine]:
     """``value`` under another name; nothing is written of one that is None."""
 
-    def write(source: EngineSource) -> Written:
+    def write(source: ProfiledEngine) -> Written:
         found = value(source)
         return {} if found is None else {key: found}
 
     return Row(Fit.EXACT, (key,), write)
 
 
-def kv_cache_in(key: str, title: str, **named: str) -> Row[EngineSource]:
+def kv_cache_in(key: str, title: str, **named: str) -> Row[ProfiledEngine]:
     """What the KV cache is kept in, by its name there; auto is auto, and ``title`` takes no other."""
     names = {"auto": "auto", **named}
 
-    def unsupported(source: EngineSource) -> str:
+    def unsupported(source: ProfiledEngine) -> str:
         return "" if source.profile.model.kv_cache_dtype in names else f"{title} keeps its KV cache in no such type"
 
     return Row(Fit.EXACT, (key,), lambda s: {key: names[s.profile.model.kv_cache_dtype]}, unsupported=unsupported)
@@ -86,15 +86,15 @@ def facts_under(
     *,
     model: str,
     max_model_len: str,
-    kv_cache_dtype: Row[EngineSource],
+    kv_cache_dtype: Row[ProfiledEngine],
     kv_pool: str,
     fewer: str,
-    prefix_cache: Row[EngineSource],
+    prefix_cache: Row[ProfiledEngine],
     parallelism: str,
-) -> Mapping[str, Row[EngineSource]]:
+) -> Mapping[str, Row[ProfiledEngine]]:
     """The facts of an engine that takes them under these names, its KV pool in tokens. ``fewer``: when it takes fewer."""
 
-    def pool(source: EngineSource) -> Written:
+    def pool(source: ProfiledEngine) -> Written:
         return {} if _pool_elsewhere(source) else {kv_pool: source.profile.engine.kv_pool.tokens}
 
     return {
@@ -114,7 +114,7 @@ def known_dtype(written: Written) -> str:
     return "" if dtype in DTYPES else f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}"
 
 
-FACTS_OF_THE_MODEL: Mapping[str, Row[EngineSource]] = dict.fromkeys(
+FACTS_OF_THE_MODEL: Mapping[str, Row[ProfiledEngine]] = dict.fromkeys(
     FACT_ROWS,
     Row(
         Fit.UNSUPPORTED,
@@ -129,7 +129,7 @@ def batches_calls(name: str) -> str:
     return f"a batch of {name}'s runs to its end; where it was measured, sequences join and leave at every step"
 
 
-def as_calls(batch: Row[Source], wait: Row[Source], name: str) -> Mapping[str, Row[EngineSource]]:
+def as_calls(batch: Row[Source], wait: Row[Source], name: str) -> Mapping[str, Row[ProfiledEngine]]:
     """The knobs of a language model's profile for a batcher of whole calls, which knows of no tokens."""
     return {
         "max_batch_size": batch,

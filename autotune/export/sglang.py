@@ -20,11 +20,11 @@ from autotune.export.rows import (
     same,
     sequences,
 )
-from autotune.export.source import EngineSource
+from autotune.export.source import ProfiledEngine
 from autotune.export.target import ExportTarget, Fit, Row, Written
 
 
-def _budget(source: EngineSource) -> Written:
+def _budget(source: ProfiledEngine) -> Written:
     tokens = source.knobs.token_budget
     return {
         "chunked-prefill-size": tokens,
@@ -33,13 +33,13 @@ def _budget(source: EngineSource) -> Written:
     }
 
 
-def _about_budget(source: EngineSource) -> str:
+def _about_budget(source: ProfiledEngine) -> str:
     if source.knobs.draft_tokens == 0:
         return ""
     return "while SGLang drafts, it runs prompts and decodes in separate steps, and the budget is that of prompts"
 
 
-def _drafts(source: EngineSource) -> Written:
+def _drafts(source: ProfiledEngine) -> Written:
     if not source.knobs.draft_tokens:
         return {}
     return {

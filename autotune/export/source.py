@@ -55,7 +55,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSource(Source):
+class ProfiledEngine(Source):
     """One setting of a language model's profile.
 
     ``model_given``: the model was named by the user, and need not be the one that was measured; ``model`` None: the profile is of
@@ -128,7 +128,7 @@ class EngineSource(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class CallableSource(Source):
+class ProfiledCallable(Source):
     """A fixed setting of a batcher, from the profile of a callable: other batchers have no adaptive strategy. ``point``: what was
     tried with it, None where only the adaptive strategy was."""
 
@@ -179,15 +179,15 @@ class CallableSource(Source):
         yield from _doubts(profile)
 
 
-def callable_source(target: str, profile: CallableProfile, profile_name: str, model: str | None) -> CallableSource:
+def callable_source(target: str, profile: CallableProfile, profile_name: str, model: str | None) -> ProfiledCallable:
     """The recommended setting where it is a fixed one; else the best fixed one that was tried, measured before simulated."""
     point = profile.points[0]
     if profile.strategy != "dynamic":
         fixed = [p for p in profile.points if p.strategy == "dynamic"]
         if not fixed:
-            return CallableSource(target, profile_name, profile.knobs, model, profile, None)
+            return ProfiledCallable(target, profile_name, profile.knobs, model, profile, None)
         point = max(fixed, key=lambda p: (p.source == "measured", p.goodput))
-    return CallableSource(target, profile_name, point.knobs, model, profile, point)
+    return ProfiledCallable(target, profile_name, point.knobs, model, profile, point)
 
 
 def _a_start(title: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from autotune.export.source import CallableSource, EngineSource, Source
+from autotune.export.source import ProfiledCallable, ProfiledEngine, Source
 from runtime.knobs import KNOBS, Knobs
 
 Value = bool | int | float | str
@@ -63,7 +63,7 @@ def _knob(name: str, unit: str, doc: str) -> Ours[Source]:
 
 KNOB_ROWS = ours_of(Knobs)
 
-_FACTS: tuple[Ours[EngineSource], ...] = (
+_FACTS: tuple[Ours[ProfiledEngine], ...] = (
     Ours("model", "", "what to serve", lambda s: s.model or "not named"),
     Ours("max_model_len", "tokens", "longest prompt + output of one request", lambda s: s.max_model_len),
     Ours("dtype", "", "the weights' type", lambda s: s.profile.model.dtype),
@@ -77,10 +77,10 @@ _FACTS: tuple[Ours[EngineSource], ...] = (
     Ours("prefix_cache", "", "share the KV of equal beginnings", lambda s: s.profile.engine.prefix_cache),
     Ours("parallelism", "", "devices that the model is split over", lambda s: s.profile.engine.parallelism),
 )
-FACT_ROWS: Mapping[str, Ours[EngineSource]] = {fact.name: fact for fact in _FACTS}
+FACT_ROWS: Mapping[str, Ours[ProfiledEngine]] = {fact.name: fact for fact in _FACTS}
 """What an engine is started with besides the knobs."""
 
-CALL_ROWS: Mapping[str, Ours[CallableSource]] = {
+CALL_ROWS: Mapping[str, Ours[ProfiledCallable]] = {
     "replicas": Ours("replicas", "", "workers that call the function at a time", lambda s: s.profile.replicas),
     "max_batch_size": Ours("max_batch_size", "items", "most items in one call", lambda s: s.knobs.max_batch_size),
     "max_wait_ms": Ours("max_wait_ms", "ms", "longest wait for a call to fill", lambda s: s.knobs.max_wait_ms),
@@ -151,21 +151,21 @@ class ExportTarget:
     version: str
     filename: str
     suffixes: tuple[str, ...]
-    knobs: Mapping[str, Row[EngineSource]]
-    facts: Mapping[str, Row[EngineSource]]
+    knobs: Mapping[str, Row[ProfiledEngine]]
+    facts: Mapping[str, Row[ProfiledEngine]]
     constraints: tuple[Constraint, ...]
     render: Callable[[list[str], list[Entry]], str]
     command: Callable[[str | None, str], str]
-    calls: Mapping[str, Row[CallableSource]] | None = None
+    calls: Mapping[str, Row[ProfiledCallable]] | None = None
 
-    def rows(self) -> Rows[EngineSource]:
+    def rows(self) -> Rows[ProfiledEngine]:
         """Every row of a language model's profile with what it is of, facts about the model first.
 
         Raises ``ValueError`` when one is missing or extra.
         """
         return self._complete(FACT_ROWS, self.facts, "fact") + self._complete(KNOB_ROWS, self.knobs, "knob")
 
-    def call_rows(self) -> Rows[CallableSource]:
+    def call_rows(self) -> Rows[ProfiledCallable]:
         """The same of a callable's profile."""
         return self._complete(CALL_ROWS, self.calls or {}, "call")
 

@@ -21,12 +21,12 @@ from autotune.export.rows import (
     same,
     sequences,
 )
-from autotune.export.source import EngineSource
+from autotune.export.source import ProfiledEngine
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST
 
 
-def _drafts(source: EngineSource) -> Written:
+def _drafts(source: ProfiledEngine) -> Written:
     if not source.knobs.draft_tokens:
         return {}
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autotune.export.files import protobuf_text
 from autotune.export.rows import FACTS_OF_THE_MODEL, as_calls, batches_calls, no_cost, no_wait
-from autotune.export.source import CallableSource, Source
+from autotune.export.source import ProfiledCallable, Source
 from autotune.export.target import ExportTarget, Fit, Row, Written
 
 _MICROSECONDS = 1000
@@ -24,7 +24,7 @@ def _delay(source: Source) -> Written:
     return {key: round(source.knobs.max_wait_ms * _MICROSECONDS)}
 
 
-def _instances(source: CallableSource) -> Written:
+def _instances(source: ProfiledCallable) -> Written:
     return {"instance_group.count": source.profile.replicas}
 
 
@@ -32,7 +32,7 @@ def _where(source: Source) -> str:
     return "the lines belong into config.pbtxt of the model in the repository, beside its backend, inputs and outputs"
 
 
-def _each_gpu(source: CallableSource) -> str:
+def _each_gpu(source: ProfiledCallable) -> str:
     gpu = source.profile.machine.gpu
     return (
         "" if gpu is not None and gpu.count > 1 else "on a machine with one GPU or none, as here, that is all of them"

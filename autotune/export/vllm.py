@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autotune.export.files import yaml_file
 from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
-from autotune.export.source import EngineSource
+from autotune.export.source import ProfiledEngine
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
 
@@ -24,26 +24,26 @@ GIB = 2**30
 _NGRAM = {"method": "ngram", "prompt_lookup_min": SHORTEST, "prompt_lookup_max": LONGEST}
 
 
-def _chunks(source: EngineSource) -> Written:
+def _chunks(source: ProfiledEngine) -> Written:
     written: dict[str, bool | int] = {"enable-chunked-prefill": True}
     if not no_chunk_needed(source):
         written["long-prefill-token-threshold"] = source.knobs.chunk_size
     return written
 
 
-def _drafts(source: EngineSource) -> Written:
+def _drafts(source: ProfiledEngine) -> Written:
     count = source.knobs.draft_tokens
     return {"speculative-config": json.dumps(_NGRAM | {"num_speculative_tokens": count})} if count else {}
 
 
-def _about_model(source: EngineSource) -> str:
+def _about_model(source: ProfiledEngine) -> str:
     if source.model is not None:
         return ""
     shape = source.profile.model.name
     return f"{shape} is a shape with random weights that no published model has; name your model in the command"
 
 
-def _about_length(source: EngineSource) -> str:
+def _about_length(source: ProfiledEngine) -> str:
     if source.max_model_len < source.profile.model.max_model_len:
         return f"the model allows {source.profile.model.max_model_len}; the KV pool that was measured held no more"
     return ""
@@ -62,7 +62,7 @@ class Memory(NamedTuple):
         return min(LARGEST_SHARE, math.ceil((self.weights + self.pool) / self.devices * 100) / 100)
 
 
-def _memory(source: EngineSource) -> Memory | None:
+def _memory(source: ProfiledEngine) -> Memory | None:
     """None when the profile cannot tell: it was made on a CPU, or another model is to be served."""
     profile, gpu = source.profile, source.profile.machine.gpu
     if profile.machine.kind != "gpu" or gpu is None or source.model_given:
@@ -71,16 +71,16 @@ def _memory(source: EngineSource) -> Memory | None:
     return Memory(weights, _pool_gib(source), profile.engine.parallelism * gpu.memory_gib)
 
 
-def _pool_gib(source: EngineSource) -> float:
+def _pool_gib(source: ProfiledEngine) -> float:
     return source.profile.engine.kv_pool.tokens * source.profile.model.kv_bytes_per_token / GIB
 
 
-def _on_vllm(source: EngineSource) -> bool:
+def _on_vllm(source: ProfiledEngine) -> bool:
     """Whether the pool is one of vLLM's own, measured with this model."""
     return source.measured_there and not source.model_given
 
 
-def _share(source: EngineSource) -> Written:
+def _share(source: ProfiledEngine) -> Written:
     if _on_vllm(source):
         pool = source.profile.engine.kv_pool
         blocks = pool.blocks + 1  # one of them stands for no block
@@ -92,7 +92,7 @@ def _share(source: EngineSource) -> Written:
     return {} if memory is None else {"gpu-memory-utilization": memory.share}
 
 
-def _about_share(source: EngineSource) -> str:
+def _about_share(source: ProfiledEngine) -> str:
     memory = _memory(source)
     if memory is None or _on_vllm(source):
         return ""
@@ -100,7 +100,7 @@ def _about_share(source: EngineSource) -> str:
     return f"weights {memory.weights:.1f} + KV cache {memory.pool:.1f} of {memory.devices:.1f} GiB{cut}"
 
 
-def _default_share(source: EngineSource) -> str:
+def _default_share(source: ProfiledEngine) -> str:
     """Why the share is left to vLLM."""
     if _memory(source) is not None:
         return ""
@@ -115,7 +115,7 @@ def _default_share(source: EngineSource) -> str:
     )
 
 
-def _prefixes(source: EngineSource) -> Written:
+def _prefixes(source: ProfiledEngine) -> Written:
     # `enable-prefix-caching: false` is dropped without a word by some versions; the negated flag is read by all.
     return {"enable-prefix-caching" if source.profile.engine.prefix_cache else "no-enable-prefix-caching": True}
 

@@ -51,7 +51,7 @@ class TunableBatcher(Tuning):
     @property
     def capabilities(self) -> Capabilities:
         """An item is never cut, so there is no chunk size; and what comes too late is the strategy's business."""
-        return Capabilities.live(none=("chunk_size", "draft_tokens"), admission=False, deadline_order=False)
+        return Capabilities.live(none=("chunk_size", "draft_tokens"), admission=False)
 
     @property
     def facts(self) -> Facts:
