@@ -52,7 +52,6 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
     each validated setting is expected to have, measurement and simulation taken together. Of an LLM engine alone: ``paired``: the
     simulation of what was measured; ``capacity`` None: not looked for.
 
-    ``drift``: deviation of the hardware's speed from one measurement to the next (natural logarithm), 0 where none was seen.
     ``hardware_s``: seconds the hardware was held, by its own clock, calibration included; ``simulating_s``, ``cpu_s``: of the
     host while simulating, by the wall and of CPU.
     """
@@ -75,7 +74,6 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
     stopped: bool = False
     fault: str = ""  # that stopped it
     validated: tuple[int, int] = (0, 0)  # runs done, runs planned
-    drift: float = 0.0
     hardware_s: float = 0.0
     simulating_s: float = 0.0
     cpu_s: float = 0.0

@@ -6,10 +6,8 @@ import hashlib
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 from scipy.optimize import minimize_scalar
 
 from autotune.cost.model import CostModel, features_of, fit_cost_model
@@ -23,10 +21,6 @@ _SPEED_KNOWN = 0.01  # to so much, as a share
 _FITS = 3  # beside those at either end and at 1
 _SLOWEST, _FASTEST = 0.01, 100.0  # beyond that, what was calibrated says nothing of the machine
 
-
-_SCATTER, _WITHIN_KIND, _USUAL_DRIFT = 0.2, 0.05, 0.3
-"""Deviations (natural logarithms): of a single step's time, of a kind of steps from the others that are taken for alike, and of
-the machine's speed from run to run, before anything is known of it."""
 
 WRONG_BY = 0.02
 """Share by which speeds of runs may differ: calibrations are no better than that."""
@@ -49,57 +43,6 @@ def speed_of(cost: CostModel, runs: Sequence[Run]) -> float | None:
     """Of the machine over several measurements: their median, for one of them may have met it in a bad minute."""
     found = [speed for run in runs if (speed := speed_in(cost, run)) is not None]
     return statistics.median(found) if found else None
-
-
-def slowness(cost: CostModel, runs: Sequence[Run]) -> list[float]:
-    """How slow the machine was in each of ``runs``, in units of the usual: 1.2 is a fifth more seconds for the same step.
-
-    Steps of about the same kind are compared across runs, whatever ``cost`` is wrong by for their kind: log(actual ÷ predicted)
-    is taken for the sum of an effect of the run and one of the kind (weighted least squares, the former with a prior). A run
-    that shares no kind of step with another has 1. So have all where none is further off than cost models usually are.
-    """
-    seen = [(number, _alike(p), p) for number, run in enumerate(runs) for p in run.steps]
-    common = Counter(kind for _, kind in {(number, kind) for number, kind, _ in seen})
-    kinds = {kind: len(runs) + place for place, kind in enumerate(k for k, count in common.items() if count > 1)}
-    rows = [(number, kinds[kind], p) for number, kind, p in seen if kind in kinds]
-    if not rows:
-        return [1.0] * len(runs)
-    serving, size = cost.serving(), len(runs) + len(kinds)
-    matrix, values = np.zeros((len(rows) + len(runs), size)), np.zeros(len(rows) + len(runs))
-    for at, (number, kind, p) in enumerate(rows):
-        weight = (_SCATTER**2 / p.repeats + _WITHIN_KIND**2) ** -0.5
-        matrix[at, [number, kind]] = weight
-        values[at] = weight * math.log(p.seconds / max(serving.predict(features_of(p)), 1e-12))
-    for number in range(len(runs)):
-        matrix[len(rows) + number, number] = 1 / _USUAL_DRIFT
-    effects = np.linalg.lstsq(matrix, values, rcond=None)[0][: len(runs)]
-    known = sorted({number for number, _, _ in rows})
-    effects = np.where(np.isin(np.arange(len(runs)), known), effects - np.median(effects[known]), 0.0)
-    if float(np.abs(effects).max()) <= WRONG_BY:
-        return [1.0] * len(runs)
-    return [math.exp(effect) for effect in effects]
-
-
-def deviation(slow: Sequence[float]) -> float:
-    """Of the machine's speed from run to run, as a natural logarithm; ``slow`` is what :func:`slowness` says."""
-    return math.sqrt(statistics.fmean(math.log(factor) ** 2 for factor in slow)) if slow else 0.0
-
-
-def steadied(runs: Sequence[Run], slow: Sequence[float]) -> list[Run]:
-    """``runs`` as if the machine had been as fast as usual in each: ``slow`` is what :func:`slowness` says."""
-    return [
-        run
-        if factor == 1.0
-        else run.model_copy(
-            update={"steps": tuple(p.model_copy(update={"seconds": p.seconds / factor}) for p in run.steps)}
-        )
-        for run, factor in zip(runs, slow, strict=True)
-    ]
-
-
-def _alike(point: StepPoint) -> tuple[int, int, int]:
-    """Equal for steps that the model is about equally wrong for."""
-    return min(point.chunks, 1), round(math.log2(1 + point.decodes) * 2), round(math.log2(1 + point.prefill_tokens) * 2)
 
 
 def refitted(cost: CostModel, steps: Sequence[StepPoint], runs: Sequence[Run]) -> CostModel:

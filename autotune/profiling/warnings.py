@@ -20,9 +20,6 @@ FAR = 20
 MOVED = 1.25
 """Factor between the speed of serving and that of the calibration from which they were not of the same machine."""
 
-UNSTEADY = 0.1
-"""Deviation of the machine's speed from one measurement to the next from which what was measured is unreliable."""
-
 BUSY = 0.15
 """Share of the machine's cores that others had, from which what was measured is unreliable."""
 
@@ -46,8 +43,6 @@ def warnings(found: Findings) -> tuple[str, ...]:
     if not 1 / MOVED <= speed <= MOVED:
         served = f"{speed:.0%} of" if speed < 2 else f"{speed:.3g} times"
         reasons.append(f"the machine served at {served} the speed it was calibrated at")
-    if found.drift > UNSTEADY:
-        reasons.append(f"the machine's speed differed by {found.drift:.0%} from one measurement to the next")
     seconds = sum(s for s, _ in found.others)
     cores = sum(s * c for s, c in found.others) / seconds if seconds else 0.0
     if cores > BUSY * (os.cpu_count() or 1):

@@ -140,10 +140,8 @@ def changed(
     until: float = math.inf,
     last: float = math.inf,
     schedule: Schedule = LONG,
-    since: int = 1,
 ) -> tuple[Findings, KeepingReporter]:
-    """A run on a machine whose steps take ``factor`` times as long once it has been calibrated, from measurement ``since`` until
-    ``until``.
+    """A run on a machine whose steps take ``factor`` times as long once it has been calibrated, for so many measurements.
 
     ``last``: the measurement of which Ctrl-C leaves nothing.
     """
@@ -151,7 +149,7 @@ def changed(
 
     class Changing(Padded):
         def predict(self, step: Any) -> float:
-            return super().predict(step) * (factor if since <= len(serving) <= until else 1.0)
+            return super().predict(step) * (factor if 0 < len(serving) <= until else 1.0)
 
     real = Context._measure
 

@@ -12,7 +12,7 @@ from autotune.measure.score import Latency
 from autotune.profile.parts import StepPoint
 from autotune.profiling.points import Run
 from autotune.profiling.posterior import Observation
-from autotune.profiling.refit import WRONG_BY, merged, refitted, slowness, speed_in, speed_of, steadied, unlike
+from autotune.profiling.refit import WRONG_BY, merged, refitted, speed_in, speed_of, unlike
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.stages.candidates import around
 from autotune.profiling.stages.engine_validation import EngineValidation
@@ -137,45 +137,6 @@ def test_a_machine_of_another_speed_is_told_from_a_wrong_cost_model(speed: float
     many = served(*(seen(n, 1.2 * cost.predict(features(n)) / speed) for n in range(150, 250, 4)))
     found = refitted(cost, planned, [few, many])
     assert [speed_in(found, run) for run in (few, many)] == pytest.approx([speed, speed], rel=0.05)
-
-
-def test_how_slow_the_machine_was_in_a_run_is_told_by_steps_like_those_of_other_runs() -> None:
-    """Whatever the cost model is wrong by for their kind: large steps take a fifth longer than it says, in every run."""
-    cost = h200()
-
-    def ran(sizes: range, slow: float) -> Run:
-        return served(*(seen(n, slow * (1.2 if n >= 64 else 1.0) * cost.predict(features(n))) for n in sizes))
-
-    runs = [ran(range(2, 60), 1.0), ran(range(2, 60), 1.0), ran(range(20, 130), 1.3), ran(range(90, 250), 1.0)]
-    found = slowness(cost, runs)
-    assert found == pytest.approx([1.0, 1.0, 1.3, 1.0], rel=0.02)
-    speeds = [speed_in(cost, run) for run in steadied(runs, found)]
-    assert speeds == pytest.approx(
-        [speed_in(cost, run) for run in (*runs[:2], ran(range(20, 130), 1.0), runs[3])], rel=0.02
-    )
-    assert steadied(runs, found)[0].score is runs[0].score
-
-
-def test_a_machine_that_is_as_fast_in_every_run_is_left_as_it_was_seen() -> None:
-    """Steps that scatter are no slow minute, and neither are those of a setting that has none in common with another."""
-    cost = h200()
-    few = served(*(seen(n, (1.04 if n % 2 else 0.96) * cost.predict(features(n))) for n in range(2, 60)))
-    same = served(*(seen(n, (0.96 if n % 2 else 1.04) * cost.predict(features(n))) for n in range(2, 60)))
-    many = served(*(seen(n, 1.5 * cost.predict(features(n))) for n in range(150, 250)))
-    assert slowness(cost, [few, same, many]) == [1.0, 1.0, 1.0]
-    assert slowness(cost, [few, run(SMALL, 0)]) == [1.0, 1.0] and slowness(cost, []) == []
-    assert steadied([few, many], [1.0, 1.0]) == [few, many]
-
-
-def test_a_slow_minute_does_not_teach_the_cost_model() -> None:
-    cost = h200()
-    planned = [seen(n, cost.predict(features(n))).model_copy(update={"region": "decode"}) for n in range(1, 40)]
-    few, again = (served(*(seen(n, cost.predict(features(n))) for n in range(2, 80))) for _ in range(2))
-    slow = served(*(seen(n, 1.4 * cost.predict(features(n))) for n in range(60, 250, 2)))
-    runs = [few, again, slow]
-    taught, left = refitted(cost, planned, runs), refitted(cost, planned, steadied(runs, slowness(cost, runs)))
-    errors = [abs(found.predict(features(240)) / cost.predict(features(240)) - 1) for found in (taught, left)]
-    assert errors[1] < 0.02 < errors[0]
 
 
 def test_steps_of_a_kind_are_one_point_at_their_mean() -> None:

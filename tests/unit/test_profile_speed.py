@@ -116,25 +116,6 @@ def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(jo
 
 
 @pytest.mark.slow
-def test_a_slow_minute_is_not_held_against_the_setting_that_met_it(
-    journal: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is expected is what it would have been in an even hour, about; it was not while runs were taken as alike."""
-    requested = question(sim_trials=10)
-    even, _ = changed(1.0, journal.with_name("even"), requested, schedule=SHORTER)
-    slow, _ = changed(1.6, journal.with_name("slow"), requested, schedule=SHORTER, since=2, until=2)
-    monkeypatch.setattr("autotune.profiling.stages.engine_validation.slowness", lambda _, runs: [1.0] * len(runs))
-    alike, _ = changed(1.6, journal.with_name("alike"), requested, schedule=SHORTER, since=2, until=2)
-
-    def off(found: Findings) -> float:
-        common = even.expected.keys() & found.expected.keys()
-        assert len(common) >= 2
-        return max(abs(found.expected[knobs] - even.expected[knobs]) for knobs in common)
-
-    assert off(slow) < 0.7 * off(alike)
-
-
-@pytest.mark.slow
 def test_vllms_defaults_are_measured_though_the_comparison_began_anew(journal: Path) -> None:
     """The first speed is off: what was best at it is not what is best at the next, and two settings were asked for."""
     found, reported = changed(1.35, journal, question(sim_trials=10, trials=2), schedule=SHORTER)

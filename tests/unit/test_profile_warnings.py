@@ -42,13 +42,6 @@ def test_a_bad_fit_and_a_busy_machine_are_warnings() -> None:
     assert busy == f"other programs used {0.33 * cores:.1f} cores while it was measured"
 
 
-def test_a_machine_whose_speed_changes_between_measurements_is_a_warning() -> None:
-    found = Findings(space=make_space(LIMITS), cost=h200(), drift=0.08)
-    assert warnings(found) == ()
-    found.drift = 0.17
-    assert warnings(found) == ("the machine's speed differed by 17% from one measurement to the next",)
-
-
 def test_an_engine_that_serves_far_beyond_what_was_measured_is_a_warning() -> None:
     def point(decodes: int, context: int, prefill: int = 0, **more: Any) -> StepPoint:
         step = StepFeatures(

@@ -19,7 +19,7 @@ from autotune.cost.model import CostModel
 from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, points
-from autotune.profiling.refit import deviation, refitted, slowness, speed_in, speed_of, steadied
+from autotune.profiling.refit import refitted, speed_in, speed_of
 from autotune.profiling.setup import Setup
 from autotune.profiling.space import SearchSpace
 from autotune.profiling.stages.candidates import Candidate, baseline_of, best_of, candidates
@@ -42,9 +42,6 @@ OFF_BY, OFF_BY_AT_RATE = 0.02, 0.05
 """Shares by which the speed that one setting shows may differ from what the simulation took it for before everything is put
 right; the latter at a rate that was given. A cost model that is a few percent wrong for that setting looks the same: a rate
 that follows makes up for such a mistake, a fixed one does not."""
-
-SAME_SPEED = 0.01
-"""Share by which the speed of the machine in a run may be seen otherwise before what it says is simulated anew."""
 
 _MOVES = 2
 _DISTINGUISHABLE = 0.7, 0.98  # attainments of the best setting between which settings differ enough to compare them
@@ -164,20 +161,8 @@ class EngineValidation(Validation[Knobs, Setup, CostModel, SearchSpace]):
     def __init__(
         self, context: Context, setup: Setup, chosen: Sequence[Candidate], *rest: Any, may_move: bool = False
     ) -> None:
-        self._slow: dict[int, float] = {}  # by identity of a run: how slow the machine was then, in units of the usual
         super().__init__(context, setup, chosen, *rest, end=context.schedule.until(CALIBRATION, SIMULATION, VALIDATION))
         self._may_move = may_move
-
-    def _seen_anew(self, runs: Sequence[Run]) -> bool:
-        cost = self._context.found.cost
-        assert cost is not None
-        before, self._slow = self._slow, dict(zip(map(id, runs), slowness(cost, runs), strict=True))
-        return any(abs(self._slow[id(run)] / before.get(id(run), 1.0) - 1) > SAME_SPEED for run in runs[:-1])
-
-    def _setup_of(self, run: Run) -> Setup:
-        """At the speed that the machine had meanwhile."""
-        slow = self._slow.get(id(run), 1.0)
-        return self._setup if slow == 1.0 else self._setup.model_copy(update={"speed": self._setup.speed / slow})
 
     def _review(self) -> float | None:
         """The cost model fitted to what was measured as well, and everything expected by that.
@@ -215,9 +200,6 @@ class EngineValidation(Validation[Knobs, Setup, CostModel, SearchSpace]):
         found, runs = self._context.found, [run for _, run in self._runs]
         assert found.cost is not None
         with self._context.meter.simulating():
-            slow = slowness(found.cost, runs)
-            found.drift = deviation(slow)
-            runs = steadied(runs, slow)
             found.cost = refitted(found.cost, found.steps, runs)
         return self._speed(runs)
 

@@ -134,32 +134,20 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
 
     def _expect(self) -> None:
         """The posterior of the candidates as they stand, and of all measurements against their paired simulations."""
-        self._posterior = self._posterior_of(self._runs)
-
-    def _posterior_of(self, runs: Sequence[tuple[int, Run]]) -> Posterior:
         setup = self._setup
-        posterior = Posterior(
+        self._posterior = Posterior(
             [self._objective.worth(one.point) for one in self._candidates],
             [_behaviour(one) for one in self._candidates],
             quantum=1 / max(1.0, setup.rate * setup.window_s),
         )
-        for index, run in runs:
-            posterior.observe(self._difference(index, run))
-        return posterior
-
-    def _seen_anew(self, runs: Sequence[Run]) -> bool:
-        """Whether the last of ``runs`` makes a difference to what those before it say."""
-        return False
-
-    def _setup_of(self, run: Run) -> SetupT:
-        """What ``run`` is compared with: the speeds that the expectation rests on."""
-        return self._setup
+        for index, run in self._runs:
+            self._posterior.observe(self._difference(index, run))
 
     def _difference(self, index: int, run: Run) -> Observation:
-        """``run`` against the simulations of the same requests."""
+        """``run`` against the simulations of the same requests, at the speeds that the expectation rests on."""
         worth = self._objective.worth
         with self._context.meter.simulating():
-            paired = [worth(one.paired(run).score) for one in around(self._context, self._setup_of(run))]
+            paired = [worth(one.paired(run).score) for one in around(self._context, self._setup)]
         full = self._objective.name == "goodput" and run.score.met == run.score.offered
         return Observation(index, worth(run.score) - sum(paired) / len(paired), full)
 
@@ -251,14 +239,9 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
 
         def learn(run: Run) -> None:
             self._counts[index] += 1
-            runs = [*self._runs, (index, run)]
-            if self._seen_anew([run for _, run in runs]):
-                posterior = self._posterior_of(runs)  # may be interrupted
-                self._runs, self._posterior = runs, posterior
-            else:
-                difference = self._difference(index, run)  # may be interrupted
-                self._runs = runs
-                self._posterior.observe(difference)
+            difference = self._difference(index, run)  # may be interrupted
+            self._runs.append((index, run))
+            self._posterior.observe(difference)
 
         cause = self._context.observe(self._request(index), self._setup, self._candidates[index].label, learn)
         if cause is not None:
