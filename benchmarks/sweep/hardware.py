@@ -238,6 +238,10 @@ class Drifting:
     def predict(self, step: StepFeatures) -> float:
         return self._factor() * float(self._machine.predict(step))
 
+    def predict_run(self, decodes: int, context: int, count: int) -> list[float]:
+        """Of ``count`` steps of ``decodes`` decodes alone, whose context grows by a token each."""
+        return [self.predict(StepFeatures(decodes, context + i * decodes, 0, 0, 0)) for i in range(count)]
+
     def step_seconds(self, *step: Any) -> float:
         """Of a machine that is asked by the very chunks of a step."""
         return self._factor() * float(self._machine.step_seconds(*step))

@@ -149,6 +149,21 @@ class TestCases:
             assert first == again and max(first) > 1.1 * min(first)
             assert other[0] != first[0] and not any(each == pytest.approx(even, rel=1e-3) for each in first)
 
+    def test_every_kind_of_step_drifts_however_a_machine_is_asked_for_it(self) -> None:
+        """Also runs of decodes, which an engine asks for at once where it can."""
+        for case in (SMALL, next(case for case in CASES if case.name == "a100-code")):
+            truth = case.truth(0)
+            drifting = hardware.Drifting(truth, 0.3, 10.0, 1)
+            steps = [StepFeatures(4, 400 + 4 * i, 0, 0, 0) for i in range(3)]
+            factor = drifting.predict(steps[0]) / truth.predict(steps[0])
+            assert factor != pytest.approx(1.0, abs=1e-3)
+            assert drifting.predict_run(4, 400, 3) == pytest.approx([factor * truth.predict(step) for step in steps])
+            if isinstance(truth, Measured):
+                chunks = [(0, 256)]
+                assert drifting.step_seconds(4, 400, chunks) == pytest.approx(
+                    factor * truth.step_seconds(4, 400, chunks)
+                )
+
     def test_a_machine_repeats_itself_and_counts_its_time(self) -> None:
         knobs = Knobs(16, 0, 256, 256)
         first, again, other = (Machine(SMALL, seed) for seed in (1, 1, 2))
