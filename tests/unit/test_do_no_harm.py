@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from autotune.control.controllers.predictive.constants import PAUSE_S
+from autotune.control.controllers.predictive.constants import LONGEST_PAUSE_S, PAUSE_S
 from autotune.control.controllers.predictive.controller import PredictiveController
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from benchmarks.controller import adversaries
@@ -164,19 +164,49 @@ class TestStartComparison:
             assert made.holds(26.0, False) is not left
             assert made.holds(100.0, False) is not left
 
-    def test_after_a_pause_others_get_another_chance_and_the_pause_doubles(self) -> None:
+    def test_after_a_pause_others_get_another_chance_if_the_start_serves_no_better_now_and_the_pause_doubles(
+        self,
+    ) -> None:
         made = self.compared(0.8, 0.4)
         assert made.holds(20.0, False)
         made.decided(20.0, True)
-        self.serve(made, 210, 790, 0.8)
+        for _ in range(3):  # so that what it served before counts for little
+            self.serve(made, 210, 790, 0.4)
         assert made.holds(20.0 + PAUSE_S - 1, False)
         again = 20.0 + PAUSE_S + 1
         assert not made.holds(again, False)
         made.decided(again, False)
-        self.serve(made, int(10 * again) + 10, int(10 * again) + 50, 0.3)
+        self.serve(made, int(10 * again) + 10, int(10 * again) + 50, 0.1)
         back = again + 5
         assert made.holds(back, False)
         made.decided(back, True)
-        self.serve(made, int(10 * back) + 10, int(10 * (back + 2 * PAUSE_S)), 0.8)
+        for _ in range(3):
+            self.serve(made, int(10 * back) + 10, int(10 * (back + 2 * PAUSE_S)), 0.1)
         assert made.holds(back + 2 * PAUSE_S - 1, False)
         assert not made.holds(back + 2 * PAUSE_S + 1, False)
+
+    def test_a_start_that_still_serves_better_than_others_did_is_not_left_before_long(self) -> None:
+        made = self.compared(0.95, 0.6)
+        assert made.holds(20.0, False)
+        made.decided(20.0, True)
+        self.serve(made, 210, 790, 0.95)
+        for later in (PAUSE_S + 1, 4 * PAUSE_S, LONGEST_PAUSE_S - 1):
+            assert made.holds(20.0 + later, False)
+        assert not made.holds(20.0 + LONGEST_PAUSE_S + 1, False)
+
+    def test_new_targets_leave_the_knobs_in_force_until_requests_tell(self) -> None:
+        for share, stays in ((1.0, True), (0.5, False)):
+            made = self.compared(0.95, 0.6)
+            assert made.holds(20.0, False)
+            made.decided(20.0, True)
+            made.forget()
+            made.saw(22.0, False)  # before the next decision: it came under the old ones
+            assert made.holds(22.0, False) and made.at_start
+            self.serve(made, 235, 310, share)
+            assert made.holds(31.0, False), "too soon to tell"
+            assert made.holds(33.0, False) is stays
+        made = self.compared(0.9, 0.88)
+        assert not made.holds(20.0, False)
+        made.forget()
+        assert not made.holds(21.0, False), "others are in force, and stay"
+        assert not made.holds(40.0, False), "nothing is known of the start any more"

@@ -112,7 +112,7 @@ class PredictiveController:
         """The SLO of each class from now on. What the old SLOs taught is forgotten."""
         if self._targets.change(slos):
             self._gain.clear()
-            self._comparison = StartComparison()
+            self._comparison.forget()
             self._judged_from = math.inf
 
     def budgets_apply(self, applied: bool) -> None:

@@ -3,7 +3,8 @@
 Where knobs alone hold, a wrong decision costs goodput until something tells, and no model of a step can: what it leaves out is
 what it is wrong about. So requests are counted by the knobs that they came under, and the shares that met every feasible target
 are compared. The starting knobs come back when theirs is higher by more than chance (``SURE`` standard errors). They are left
-again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time.
+again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time; where most
+requests meet their targets and more of them missed them under others, it is ``LONGEST_PAUSE_S``. New targets make what was seen worthless, not the knobs: those in force stay until requests tell.
 
 Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
 (``worth_trying``).
@@ -23,7 +24,7 @@ from autotune.control.controllers.predictive import constants
 class StartComparison:
     """See the module."""
 
-    __slots__ = ("_holds", "_ours", "_pause", "_since", "_starts", "_until", "at_start")
+    __slots__ = ("_holds", "_ours", "_pause", "_since", "_stale", "_starts", "_until", "at_start")
 
     def __init__(self) -> None:
         self._starts: deque[bool] = deque(
@@ -34,7 +35,13 @@ class StartComparison:
         """Whether the starting knobs were decided on last."""
         self._since = -math.inf  # when the knobs in force came
         self._holds = False
-        self._pause, self._until = constants.PAUSE_S, -math.inf
+        self._pause, self._until, self._stale = constants.PAUSE_S, -math.inf, math.inf
+
+    def forget(self) -> None:
+        """The targets are others, so nothing is known of either; the knobs in force are on trial from the next decision on."""
+        self._starts.clear()
+        self._ours.clear()
+        self._since, self._pause = math.inf, constants.PAUSE_S
 
     def saw(self, arrival: float, met: bool) -> None:
         """A request that arrived then has ended."""
@@ -43,6 +50,8 @@ class StartComparison:
 
     def holds(self, now: float, worth_trying: bool) -> bool:
         """Whether the starting knobs are to hold. ``worth_trying``: whether they may do better than those in force."""
+        if self._since == math.inf:
+            self._since, self._until = now, now + constants.TRIAL_S
         in_force = now - self._since
         if in_force < constants.LEAST_S:
             return self._holds
@@ -55,13 +64,14 @@ class StartComparison:
                 and share(self._ours) < constants.GOOD
             )
             if not self.at_start and (untried or worse(self._ours, self._starts)):
-                self._holds, self._until = True, now + self._pause
+                self._holds, self._until, self._stale = True, now + self._pause, now + constants.LONGEST_PAUSE_S
                 self._pause = min(2 * self._pause, constants.LONGEST_PAUSE_S)
         else:
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
             lost = (half or in_force >= constants.TRIAL_S) and worse(self._starts, self._ours, constants.CERTAIN)
-            paused = now >= self._until and len(self._starts) >= constants.FEW and share(self._starts) < constants.FINE
-            self._holds = not (lost or paused)
+            due = now >= self._until and len(self._starts) >= constants.FEW and share(self._starts) < constants.FINE
+            known = share(self._starts) >= constants.GOOD and worse(self._ours, self._starts) and now < self._stale
+            self._holds = not (lost or (due and not known))
         return self._holds
 
     def decided(self, now: float, at_start: bool) -> None:
