@@ -3,8 +3,9 @@
 Where knobs alone hold, a wrong decision costs goodput until something tells, and no model of a step can: what it leaves out is
 what it is wrong about. So requests are counted by the knobs that they came under, and the shares that met every feasible target
 are compared. The starting knobs come back when theirs is higher by more than chance (``SURE`` standard errors). They are left
-again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time; where most
-requests meet their targets and more of them missed them under others, it is ``LONGEST_PAUSE_S``. New targets make what was seen worthless, not the knobs: those in force stay until requests tell.
+again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time; where they
+serve well (``GOOD``) and others served worse, it is ``LONGEST_PAUSE_S``. New targets make what was seen worthless, not the
+knobs: those in force stay until requests tell.
 
 Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
 (``worth_trying``).
