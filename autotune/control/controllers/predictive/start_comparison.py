@@ -4,8 +4,8 @@ Where knobs alone hold, a wrong decision costs goodput until something tells, an
 what it is wrong about. So requests are counted by the knobs that they came under, and the shares that met every feasible target
 are compared. The starting knobs come back when theirs is higher by more than chance (``SURE`` standard errors). They are left
 again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time; where they
-serve well (``GOOD``) and others served worse, it is ``LONGEST_PAUSE_S``. New targets make what was seen worthless, not the
-knobs: those in force stay until requests tell.
+serve most requests in time (``KEPT``) and others served worse, it is ``LONGEST_PAUSE_S``. New targets make what was seen
+worthless, not the knobs: those in force stay until requests tell.
 
 Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
 (``worth_trying``).
@@ -71,7 +71,7 @@ class StartComparison:
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
             lost = (half or in_force >= constants.TRIAL_S) and worse(self._starts, self._ours, constants.CERTAIN)
             due = now >= self._until and len(self._starts) >= constants.FEW and share(self._starts) < constants.FINE
-            known = share(self._starts) >= constants.GOOD and worse(self._ours, self._starts) and now < self._stale
+            known = share(self._starts) >= constants.KEPT and worse(self._ours, self._starts) and now < self._stale
             self._holds = not (lost or (due and not known))
         return self._holds
 
