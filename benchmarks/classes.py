@@ -31,6 +31,7 @@ from autotune.measure.evaluate import Recorder, evaluate
 from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
+from benchmarks.attached import at_work
 from benchmarks.command import command, exit_code
 from benchmarks.controller.hardware import A100, H200, Hardware
 from runtime.knobs import KnobLimits, Knobs
@@ -100,7 +101,7 @@ def contender(name: str, hardware: Hardware, classes: list[RequestClass]) -> Ite
     if name == "defaults":
         yield engine
         return
-    with control(engine, slo=CHAT.slo, admission=policies.get(name, False)):
+    with at_work(control(engine, slo=CHAT.slo, admission=policies.get(name, False))):
         yield engine
 
 

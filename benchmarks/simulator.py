@@ -25,6 +25,7 @@ from autotune import control
 from autotune.measure.evaluate import evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
+from benchmarks.attached import at_work
 from benchmarks.command import command, exit_code
 from benchmarks.controller.hardware import H200, h200
 from runtime.knobs import KnobLimits, Knobs
@@ -79,7 +80,7 @@ def simulate(arrivals: Iterable[Arrival], *, controlled: bool = False, fast_forw
     )
     tally = Tally(TARGET)
     engine.subscribe(tally)
-    with control(engine, slo=TARGET) if controlled else contextlib.nullcontext():
+    with at_work(control(engine, slo=TARGET)) if controlled else contextlib.nullcontext():
         started = time.process_time()
         engine.serve(arrivals, shared=False)
         engine.run()

@@ -29,6 +29,7 @@ import psutil
 import uvicorn
 
 from autotune import control
+from benchmarks.attached import at_work
 from benchmarks.command import command, exit_code, say
 from runtime.errors import InputError, RejectedError
 from runtime.llm.engine import Engine
@@ -210,7 +211,7 @@ def soak(model: str, minutes: float, ttft_ms: float, tpot_ms: float) -> dict[str
                 memory.append((seconds, process.memory_info().rss / 2**20))
                 say(f"{seconds:6.0f} s  {memory[-1][1]:7.1f} MiB  {dict(client.ended)}")
 
-            with control(engine, admission=True) as attached:
+            with at_work(control(engine, admission=True)) as attached:
                 sent = asyncio.run(offer(client, coming, rate, 60 * minutes, sample))
                 idle = settled(engine)
                 regimes = Counter(decision.regime for decision in attached.decisions)

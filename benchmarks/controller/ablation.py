@@ -80,7 +80,7 @@ class NoComparison:
     def decided(self, *_: Any) -> None:
         pass
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         pass
 
 

@@ -33,6 +33,7 @@ from autotune.profile import load_profile
 from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
+from benchmarks.attached import at_work
 from benchmarks.command import command, exit_code
 from benchmarks.controller.contenders import KnobsOnly
 from benchmarks.controller.hardware import Weather, h200
@@ -252,7 +253,7 @@ def serve(adversary: Adversary, seed: int, *, controlled: bool, seconds: int = S
     counts = Counts(adversary.slo, seconds)
     engine.subscribe(counts)
     made = CONTROLLERS["predictive"](adversary.slo, engine.knobs, engine.kv_tokens, engine.block_size)
-    with control(engine, slo=adversary.slo, controller=KnobsOnly(made)) if controlled else nullcontext():
+    with at_work(control(engine, slo=adversary.slo, controller=KnobsOnly(made))) if controlled else nullcontext():
         engine.serve(adversary.arrivals(seed, seconds), shared=False)
         engine.run()
     return counts

@@ -8,6 +8,7 @@ all that choose a number of tokens hold whole tiles (:mod:`autotune.control.cont
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
@@ -24,6 +25,7 @@ from autotune.control.controllers.registry import maker
 from autotune.control.loop import Control
 from autotune.engines import Engine
 from autotune.simulate import SimulatedEngine
+from benchmarks.attached import at_work
 from benchmarks.controller.constants import Constants, constants_of
 from benchmarks.controller.rivals import Niyama, PPas
 from benchmarks.controller.run import FCFS, Driver
@@ -115,14 +117,18 @@ def attach(
     policy: AdmissionPolicy | None,
     engine: Engine | SimulatedEngine,
     slo: SLO,
-) -> Control:
-    """Put ``algorithm`` to work; ``policy``: what ``engine`` does about late requests meanwhile, its own if None."""
+) -> AbstractContextManager[Control]:
+    """Put ``algorithm`` to work; ``policy``: what ``engine`` does about late requests meanwhile, its own if None.
+
+    Leaving it raises :class:`InputError` if it failed.
+    """
     own = {name: value for name, value in constants.items() if name not in ("interval_s", "alpha")}
     make = maker(partial(algorithm.made, **own), algorithm.about)
     facts = engine.facts
     made = make(slo, engine.knobs, facts.kv_tokens, facts.block_size, warm_model(None, facts.graphs))
     chosen = KnobsOnly(made) if layer == "knobs" else made
-    return control(engine, slo=slo, controller=chosen, admission=policy, interval_s=constants.get("interval_s", 0.25))
+    interval_s = constants.get("interval_s", 0.25)
+    return at_work(control(engine, slo=slo, controller=chosen, admission=policy, interval_s=interval_s))
 
 
 def driver_of(algorithm: Algorithm, layer: Layer, constants: Constants) -> Driver:

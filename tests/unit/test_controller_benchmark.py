@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from autotune.control.controllers.predictive.start_comparison import StartComparison
 from benchmarks.controller.contenders import CONTENDERS, KnobsOnly
 from benchmarks.controller.hardware import H200, MOE, STALL, Weather, h200, roofline
 from benchmarks.controller.loads import POISSON, Part, Pattern, arrivals
@@ -31,6 +32,7 @@ from benchmarks.controller.scenarios import (
 )
 from benchmarks.gpu_truth import load, names
 from benchmarks.sweep import hardware as parts
+from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.llm.plan import Chunk
 from runtime.step_model import StepFeatures
@@ -272,6 +274,11 @@ class TestContenders:
             name = "inner"
 
         assert KnobsOnly(Inner()).name == "inner"  # type: ignore[arg-type]
+
+    def test_a_controller_that_fails_on_the_way_has_no_figure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(StartComparison, "decided", lambda self, now, at_start: {}["decided"])
+        with pytest.raises(InputError, match=r"the predictive controller failed: KeyError: 'decided'"):
+            run(SHORT, CONTENDERS["predictive-knobs"].driver(()), 1, RATES)
 
 
 def test_a_scenario_of_ones_own_needs_no_name_in_the_list() -> None:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from autotune.control.controllers.predictive.constants import LONGEST_PAUSE_S, PAUSE_S
+from autotune.control.controllers.predictive.constants import LONGEST_PAUSE_S, OURS, PAUSE_S
 from autotune.control.controllers.predictive.controller import PredictiveController
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from benchmarks.controller import adversaries
@@ -22,8 +22,11 @@ from benchmarks.controller.adversaries import (
     windows,
     worst,
 )
+from runtime.knobs import KnobLimits, Knobs
+from runtime.slo import SLO
 from tests.tiers import slow_but_for
 
+KNOBS = Knobs(256, 0, 2048, 2048)
 SEEDS, SECONDS = (1, 2), 70  # one window of a minute
 QUICK = (
     "neighbour-gpu-best", "neighbour-cpu-slack", "crowded-cpu-best", "stalls-cpu-best", "scatter-cpu", "flips-gpu-best",
@@ -194,19 +197,97 @@ class TestStartComparison:
             assert made.holds(20.0 + later, False)
         assert not made.holds(20.0 + LONGEST_PAUSE_S + 1, False)
 
-    def test_new_targets_leave_the_knobs_in_force_until_requests_tell(self) -> None:
-        for share, stays in ((1.0, True), (0.5, False)):
-            made = self.compared(0.95, 0.6)
-            assert made.holds(20.0, False)
-            made.decided(20.0, True)
-            made.forget()
-            made.saw(22.0, False)  # before the next decision: it came under the old ones
-            assert made.holds(22.0, False) and made.at_start
-            self.serve(made, 235, 310, share)
-            assert made.holds(31.0, False), "too soon to tell"
-            assert made.holds(33.0, False) is stays
-        made = self.compared(0.9, 0.88)
-        assert not made.holds(20.0, False)
+    def held(self, start: float, ours: float) -> StartComparison:
+        """The starting knobs hold since 20 s, as they served better."""
+        made = self.compared(start, ours)
+        assert made.holds(20.0, False)
+        made.decided(20.0, True)
+        return made
+
+    @pytest.mark.parametrize(("start", "now"), [(0.6, 0.6), (0.95, 0.5)])
+    def test_a_start_that_serves_few_is_left_after_the_pause_though_others_served_worse(
+        self, start: float, now: float
+    ) -> None:
+        made = self.held(start, 0.3)
+        self.serve(made, 210, 210 + OURS, now)  # whatever it served before that
+        assert made.holds(20.0 + PAUSE_S - 1, False)
+        assert not made.holds(20.0 + PAUSE_S + 1, False)
+
+    def test_a_good_start_is_left_after_the_pause_where_others_served_no_worse(self) -> None:
+        made = self.held(0.95, 0.85)
+        self.serve(made, 210, 210 + OURS, 0.8)
+        assert made.holds(20.0 + PAUSE_S - 1, False)
+        assert not made.holds(20.0 + PAUSE_S + 1, False)
+
+    @pytest.mark.parametrize(("share", "stays"), [(1.0, True), (0.85, False), (0.5, False)])
+    def test_new_targets_leave_a_start_that_holds_in_force_until_requests_tell(self, share: float, stays: bool) -> None:
+        made = self.held(0.95, 0.6)
         made.forget()
-        assert not made.holds(21.0, False), "others are in force, and stay"
+        for _ in range(10):
+            made.saw(22.0, False)  # before the next decision: they came under the old ones
+        assert made.holds(22.0, False) and made.at_start
+        assert made.said == "nothing is known of other knobs since the targets changed: the starting knobs stay"
+        self.serve(made, 235, 310, share)
+        assert made.holds(31.0, False), "too soon to tell"
+        assert made.holds(33.0, False) is stays
+
+    def test_new_targets_do_not_bring_a_start_back_that_is_not_in_force(self) -> None:
+        made = self.compared(0.9, 0.5)  # it would come back
+        made.forget()
+        assert not made.holds(21.0, False)
+        self.serve(made, 225, 390, 0.5)
         assert not made.holds(40.0, False), "nothing is known of the start any more"
+
+    def test_the_pause_begins_anew_with_new_targets(self) -> None:
+        made = self.held(0.8, 0.4)
+        made.forget()
+        assert made.holds(22.0, False)
+        self.serve(made, 235, 310, 0.5)
+        assert not made.holds(33.0, False)
+        made.decided(33.0, False)
+        self.serve(made, 345, 400, 0.1)
+        assert made.holds(40.0, False)
+        made.decided(40.0, True)
+        self.serve(made, 412, 412 + OURS, 0.4)
+        assert made.holds(40.0 + PAUSE_S - 1, False)
+        assert not made.holds(40.0 + PAUSE_S + 1, False)
+
+    def test_what_it_says(self) -> None:
+        assert (
+            self.held(0.9, 0.5).said == "90% of requests met their targets under the starting knobs, 49% under others"
+        )
+        made = StartComparison()
+        made.decided(0.0, False)
+        self.serve(made, 10, 110, 0.5)
+        assert made.holds(11.0, True)
+        assert made.said == "50% of requests met their targets: trying the starting knobs"
+
+
+class TestController:
+    """The same, of a whole controller that holds its starting knobs."""
+
+    def holding(self) -> PredictiveController:
+        made = PredictiveController(SLO(ttft_ms=500, tpot_ms=50), KNOBS)
+        made.budgets_apply(False)
+        TestStartComparison().serve(made._comparison, 0, 100, 0.95)
+        made._comparison.decided(10.0, False)
+        TestStartComparison().serve(made._comparison, 100, 200, 0.5)
+        assert self.decided(made, 20.0) == "fallback"
+        return made
+
+    def decided(self, made: PredictiveController, now: float) -> str:
+        return made.decide(now, KNOBS, KnobLimits()).regime
+
+    def test_a_new_slo_leaves_the_start_in_force(self) -> None:
+        made = self.holding()
+        made.set_slos({"default": SLO(ttft_ms=100, tpot_ms=50)})
+        assert self.decided(made, 21.0) == "fallback"
+        assert made._comparison.said.startswith("nothing is known")
+        assert self.decided(made, 30.0) == "fallback"
+
+    def test_what_was_counted_before_a_pause_does_not_count_after_it(self) -> None:
+        made = self.holding()
+        TestStartComparison().serve(made._comparison, 210, 2000, 0.1)  # under knobs that an operator has set
+        made.budgets_apply(False)
+        assert self.decided(made, 200.0) == "fallback"
+        assert self.decided(made, 205.0) == "fallback"

@@ -117,6 +117,8 @@ class PredictiveController:
 
     def budgets_apply(self, applied: bool) -> None:
         self._budgeted = applied
+        if self._decided < math.inf:  # an operator may have set other knobs since
+            self._comparison.forget()
 
     def observe_step(self, record: StepRecord) -> None:
         if seconds := self._learned.observe(record):
@@ -265,6 +267,7 @@ class PredictiveController:
         shortest = traffic.shortest
         if ready and shortest > targets.shortest and targets.no_step_below(min(self._predicted(1), shortest)):
             self._gain.clear()  # it was taught by targets that no longer bound steps, or did not yet
+            self._comparison.forget()
         target = self.target
         learning = not ready or (self._budgeted and len(traffic.outputs) < 4)
         if target == math.inf and ready and (targets.unmet or not learning):

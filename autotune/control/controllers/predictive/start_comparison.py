@@ -5,13 +5,14 @@ what it is wrong about. So requests are counted by the knobs that they came unde
 are compared. The starting knobs come back when theirs is higher by more than chance (``SURE`` standard errors). They are left
 again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time; where they
 serve most requests in time (``KEPT``) and others served worse, it is ``LONGEST_PAUSE_S``. New targets make what was seen
-worthless, not the knobs: those in force stay until requests tell.
+worthless, not the knobs: starting knobs that hold do so for ``TRIAL_S`` more, and on while nearly all requests are in time
+(``FINE``).
 
 Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
 (``worth_trying``).
 
-Units: seconds. Failure mode: a load that changes while either serves; then the wrong one is tried, for as long as ``FEW``
-requests take.
+Units: seconds. Failure mode: a load that changes while either serves. Then the wrong one is tried for as long as ``FEW``
+requests take, or the starting knobs hold for up to ``LONGEST_PAUSE_S`` where others would serve better by now.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autotune.control.controllers.predictive import constants
 class StartComparison:
     """See the module."""
 
-    __slots__ = ("_holds", "_ours", "_pause", "_since", "_stale", "_starts", "_until", "at_start")
+    __slots__ = ("_holds", "_known_until", "_ours", "_pause", "_since", "_starts", "_until", "at_start")
 
     def __init__(self) -> None:
         self._starts: deque[bool] = deque(
@@ -36,10 +37,11 @@ class StartComparison:
         """Whether the starting knobs were decided on last."""
         self._since = -math.inf  # when the knobs in force came
         self._holds = False
-        self._pause, self._until, self._stale = constants.PAUSE_S, -math.inf, math.inf
+        self._pause, self._until, self._known_until = constants.PAUSE_S, -math.inf, math.inf
 
     def forget(self) -> None:
-        """The targets are others, so nothing is known of either; the knobs in force are on trial from the next decision on."""
+        """Nothing is known of either any more (the targets are others, or somebody else set the knobs). The starting knobs, if
+        they hold, are on trial from the next decision on."""
         self._starts.clear()
         self._ours.clear()
         self._since, self._pause = math.inf, constants.PAUSE_S
@@ -65,13 +67,15 @@ class StartComparison:
                 and share(self._ours) < constants.GOOD
             )
             if not self.at_start and (untried or worse(self._ours, self._starts)):
-                self._holds, self._until, self._stale = True, now + self._pause, now + constants.LONGEST_PAUSE_S
+                self._holds, self._until, self._known_until = True, now + self._pause, now + constants.LONGEST_PAUSE_S
                 self._pause = min(2 * self._pause, constants.LONGEST_PAUSE_S)
         else:
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
             lost = (half or in_force >= constants.TRIAL_S) and worse(self._starts, self._ours, constants.CERTAIN)
             due = now >= self._until and len(self._starts) >= constants.FEW and share(self._starts) < constants.FINE
-            known = share(self._starts) >= constants.KEPT and worse(self._ours, self._starts) and now < self._stale
+            known = (
+                share(self._starts) >= constants.KEPT and worse(self._ours, self._starts) and now < self._known_until
+            )
             self._holds = not (lost or (due and not known))
         return self._holds
 
@@ -90,6 +94,8 @@ class StartComparison:
     @property
     def said(self) -> str:
         """The shares, in words."""
+        if not self._ours:
+            return "nothing is known of other knobs since the targets changed: the starting knobs stay"
         if len(self._starts) < constants.FEW:
             return f"{share(self._ours):.0%} of requests met their targets: trying the starting knobs"
         start, ours = share(self._starts), share(self._ours)
