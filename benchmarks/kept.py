@@ -23,8 +23,7 @@ class Kept:
         for line in self._path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 part = json.loads(line)
-                before = part.pop("asked", None)  # the key of the version before
-                if part.pop("requested", before) == self._requested:
+                if part.pop("requested", None) == self._requested:
                     found.append(part)
         return found
 

@@ -81,3 +81,9 @@ class MissingTritonError(AutotuneError):
 
 class InputError(AutotuneError, ValueError):
     """What a user typed or a file they gave cannot be used. One line: the field, the value, what is allowed."""
+
+
+def shortened(value: object, most: int = 40) -> str:
+    """``value`` as an error quotes it: on one line, of ``most`` characters, and not pages of it."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."

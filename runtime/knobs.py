@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from runtime.errors import shortened
+
 
 @dataclass(frozen=True, slots=True)
 class KnobSpec:
@@ -51,9 +53,7 @@ class KnobSpec:
     def _wrong(self, value: object, top: float, where: str) -> ValueError:
         kind = "a whole number " if self.integer else ""
         allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}"
-        shown = repr(value)
-        shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        return ValueError(f"{where}{self.name} is {shown}; {allowed}")
+        return ValueError(f"{where}{self.name} is {shortened(value)}; {allowed}")
 
 
 def _knob(default: float, **spec: Any) -> Any:

@@ -14,13 +14,13 @@ from pydantic import Field, model_validator
 from autotune.cost.fields import AboveZero, Amount, Count, Positive, Text
 from autotune.profile import Confidence, KnobsField, LoadFacts, Machine, Part, Profile, SLOField, Software, load_profile
 from autotune.profile.complaints import checked
-from autotune.profile.fields import Moment, shortened
+from autotune.profile.fields import Moment
 from autotune.profile.parts import Tally
 from autotune.profile.schema import schema_of
 from autotune.profile.text import dump_yaml, read_yaml
 from autotune.profile.versions import CALLABLE_STEPS, CALLABLE_VERSION, migrated
 from autotune.writing import write_whole
-from runtime.errors import InputError
+from runtime.errors import InputError, shortened
 from runtime.knobs import KNOBS, Knobs
 
 MOST_RATE = 1000.0

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from autotune.profile.fields import shortened
-from runtime.errors import InputError
+from runtime.errors import InputError, shortened
 from runtime.knobs import KNOBS
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

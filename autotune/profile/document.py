@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from autotune.cost.fields import AboveZero, Count, Text
 from autotune.profile.complaints import checked
-from autotune.profile.fields import FileName, Moment, shortened
+from autotune.profile.fields import FileName, Moment
 from autotune.profile.parts import (
     Calibration,
     Capacity,
@@ -39,7 +39,7 @@ from autotune.profile.schema import editor_line, profile_schema, profiles_folder
 from autotune.profile.text import dump_yaml, read_yaml
 from autotune.profile.versions import migrated
 from autotune.writing import write_whole
-from runtime.errors import InputError
+from runtime.errors import InputError, shortened
 from runtime.knobs import KNOBS, Knobs
 
 Purpose = Literal["interactive", "balanced", "throughput"]

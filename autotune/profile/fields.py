@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from runtime.errors import shortened
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import METRICS, SLO, RequestClass
 
@@ -98,12 +99,6 @@ def _request_class(value: object) -> RequestClass:
         return RequestClass.parse(value, where="")
     except ValueError as error:
         raise ValueError(f": {str(error).strip()}") from None
-
-
-def shortened(value: object) -> str:
-    """``value`` as an error quotes it: on one line, and not pages of it."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _as_numbers(value: Knobs) -> dict[str, int | float]:

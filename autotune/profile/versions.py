@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.profile.fields import shortened
-from runtime.errors import InputError
+from runtime.errors import InputError, shortened
 
 Fields = dict[str, Any]
 

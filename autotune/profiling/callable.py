@@ -353,11 +353,10 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
     def _at_rate(self, setup: CallableSetup) -> CallableSetup:
-        """The one it has; no other is looked for. A study of the version before goes on with the windows it had planned."""
+        """The one it has; no other is looked for."""
         why = why_rate(setup.rate_from, setup.rate, setup.capacity)
         self._context.reporter.note(f"SLO {setup.slo} ({setup.slo_from}); rate {items_per_s(setup.rate)} ({why})")
-        planned = self._context.study.measurements.find("plan") or {}
-        return setup.model_copy(update={name: planned[name] for name in ("window_s", "warmup_s") if name in planned})
+        return setup
 
     def _measure(self, setup: CallableSetup) -> None:
         context = self._context

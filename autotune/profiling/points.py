@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import SerializerFunctionWrapHandler, model_serializer
@@ -26,8 +26,7 @@ _DRAWS = 5_000_000  # in memory at a time
 class Run(Part):
     """One measurement: a line of the sidecar file. ``trial``: its number in the study, -1 outside the search.
 
-    ``steps``: those of the hardware, a point for each kind; empty in simulation and in runs of earlier versions.
-    ``strategy``: of a batcher; its runs of earlier versions have it as the first word of their label.
+    ``steps``: those of the hardware, a point for each kind; empty in simulation. ``strategy``: of a batcher.
     """
 
     stage: Stage
@@ -59,8 +58,7 @@ class Run(Part):
     @property
     def setting(self) -> Knobs | BatcherSetting:
         """What was tried: the knobs, of a batcher with their strategy."""
-        strategy = self.strategy or self.label.partition(" ")[0]
-        return setting_of(self.knobs, next((one for one in get_args(StrategyName) if one == strategy), None))
+        return setting_of(self.knobs, self.strategy)
 
     @property
     def batcher_setting(self) -> BatcherSetting:

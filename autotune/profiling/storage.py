@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optuna
 from optuna.exceptions import ExperimentalWarning, OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -35,7 +34,6 @@ _TRIES = 6
 _CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
 _SUM = "sum"
 _BEGINS = f'{{"{_SUM}":'.encode()  # each of our lines
-_FIRST_LINE = 1 << 16  # bytes of it that are looked at
 _WAYS_OUT = "--fresh starts a new one, another --out leaves it alone"
 _ELSEWHERE = "name another --study, or where none is given another --out"  # --fresh empties nobody else's file
 
@@ -146,12 +144,11 @@ def _broken(shared: SharedStorage, error: BaseException) -> InputError:
 
 
 @contextmanager
-def journal(path: Path, ours: str, *, fresh: bool = False) -> Iterator[BaseStorage]:
+def journal(path: Path, *, fresh: bool = False) -> Iterator[BaseStorage]:
     """The journal file, made if there is none, held by this process alone: the kernel lets go of it however the process ends.
 
-    ``ours``: the study that must be in it unless it is empty; ``fresh`` empties it if it is a journal of ours. Raises
-    :class:`InputError`, then or while it is open, when another process holds it, when it cannot be written, or when it is no
-    journal of ours.
+    ``fresh`` empties it if it is a journal of ours. Raises :class:`InputError`, then or while it is open, when another process
+    holds it, when it cannot be written, or when it is no journal of ours.
     """
     made = not path.exists()
     try:
@@ -164,14 +161,12 @@ def journal(path: Path, ours: str, *, fresh: bool = False) -> Iterator[BaseStora
         except OSError:
             raise InputError(f"{path}: another autotune is profiling into it; wait, or use another --out") from None
         try:
-            mine = _is_ours(path, ours)
-            if fresh and mine:
+            if not _is_ours(path):
+                raise InputError(f"{path}: is no journal that autotune wrote; {_ELSEWHERE}")
+            if fresh:
                 os.ftruncate(file, 0)
-            whole, checksum = _sound(path, mine=mine)
-            # before anything is removed from what may be somebody else's
-            storage = _opened(path, checksum, ours, mine=mine)
-            if fresh and not mine:
-                raise InputError(f"{path}: holds studies of another program beside ours; {_ELSEWHERE}")
+            whole, checksum = _sound(path)
+            storage = _opened(path, checksum)
             if whole < os.fstat(file).st_size:
                 os.ftruncate(file, whole)
                 os.fsync(file)
@@ -228,56 +223,40 @@ def _with(checksum: int, log: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(log, separators=(",", ":")).encode(), checksum)
 
 
-def _is_ours(path: Path, ours: str) -> bool:
-    """Whether the file is empty or begins as a journal of the study ``ours`` does, whatever comes then."""
+def _is_ours(path: Path) -> bool:
+    """Whether the file is empty or begins as our journals do, whatever comes then."""
     with path.open("rb") as file:
-        first = file.readline(_FIRST_LINE)
-    if first.startswith(_BEGINS) or _BEGINS.startswith(first):
-        return True
-    try:
-        made = json.loads(first)  # the journal of an earlier version, which begins by making the study
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(made, dict) and "op_code" in made and made.get("study_name") == ours
+        first = file.read(len(_BEGINS))
+    return _BEGINS.startswith(first)
 
 
-def _sound(path: Path, *, mine: bool) -> tuple[int, int]:
+def _sound(path: Path) -> tuple[int, int]:
     """Bytes of the whole lines, and their checksum; what follows was cut off.
 
     Raises :class:`InputError` if a line is damaged.
     """
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
-    checksum, summed = 0, False
+    checksum = 0
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
         try:
             log = dict(json.loads(line))
-            recorded, sound = log.pop(_SUM, None), True
+            recorded = log.pop(_SUM, None)
             checksum = _with(checksum, log)
         except (ValueError, TypeError):
-            sound = False
-        summed = summed or (
-            sound and recorded is not None
-        )  # the journal of an earlier version begins without checksums
-        if not sound or (summed and recorded != checksum):
-            raise _unreadable(path, f"line {number} is damaged", mine=mine)
-    if whole == 0 and not _BEGINS.startswith(data[: len(_BEGINS)]):
-        raise _unreadable(path, "line 1 is damaged", mine=mine)
+            recorded = None
+        if recorded != checksum:
+            raise _unreadable(path, f"line {number} is damaged")
     return whole, checksum
 
 
-def _unreadable(path: Path, what: str, *, mine: bool) -> InputError:
-    what = f"{what}; {_WAYS_OUT}" if mine else f"it is no journal at all; {_ELSEWHERE}"
-    return InputError(f"{path}: is not a readable study: {what}")
+def _unreadable(path: Path, what: str) -> InputError:
+    return InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}")
 
 
-def _opened(path: Path, checksum: int, ours: str, *, mine: bool) -> BaseStorage:
+def _opened(path: Path, checksum: int) -> BaseStorage:
     try:
-        storage = JournalStorage(_Journal(path, checksum))
+        return JournalStorage(_Journal(path, checksum))
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         # what Optuna raises for lines that are whole, and make no sense one after the other
-        raise _unreadable(path, f"{type(error).__name__}: {error}", mine=mine) from None
-    names = optuna.get_all_study_names(storage)
-    if names and ours not in names:
-        raise InputError(f"{path}: is another program's journal, of {', '.join(sorted(names))}; {_ELSEWHERE}")
-    return storage
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from None

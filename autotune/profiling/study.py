@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ RUN = "run/"
 """What keys of measured settings begin with."""
 _IDENTITY = "identity"
 _KEY, _RESULT, _CAUSE, _AGAIN = "key", "result", "cause", "again"
-_FORMER = ("measurements", "simulation")  # studies of their own in the version before; what they held lies in ours now
 _POLL_S = 0.2
 _CLAIMED_WITHIN_S = 10.0  # a trial that does not say by then what it measures is no claim
 _LONGEST_S = 3600.0  # nothing is measured for so long: whoever claimed it died before its first sign of life
@@ -62,7 +61,7 @@ def open_study(
     """
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     if isinstance(place, Path):
-        with journal(place, STUDY_NAME, fresh=fresh) as storage:
+        with journal(place, fresh=fresh) as storage:
             yield SweepStudy(storage, STUDY_NAME, str(place), identity)
     else:
         with database(place) as storage:
@@ -169,7 +168,6 @@ class SweepStudy:
         self._study: Study = open_(storage=self._storage, study_name=self.name)
         self._identify(json.loads(json.dumps(identity)))
         self.measurements = Measurements(self._study, _turn_of(self.name) if self.shared else None)
-        self._take_over()
 
     def _identify(self, identity: dict[str, Any]) -> None:
         if (found := self.get(_IDENTITY)) is None:  # it is new, or who made it died before saying what it is about
@@ -179,21 +177,6 @@ class SweepStudy:
             raise InputError(
                 f"{self._where}: holds a study of something else ({'; '.join(changed)}); --fresh discards it, {way}"
             )
-
-    def _take_over(self) -> None:
-        """Have what the version before measured. A death in between leaves the rest to be taken over the next time."""
-        names = optuna.get_all_study_names(self._storage)
-        for name in (f"{self.name}/{part}" for part in _FORMER):
-            if name not in names:
-                continue
-            known = {trial.user_attrs.get(_KEY) for trial in self._study.trials}
-            for trial in optuna.load_study(storage=self._storage, study_name=name).trials:
-                attrs = trial.user_attrs
-                if _KEY in attrs and attrs[_KEY] not in known and _final(trial):
-                    state, value = (TrialState.COMPLETE, 0.0) if _RESULT in attrs else (TrialState.FAIL, None)
-                    self._study.add_trial(optuna.create_trial(state=state, value=value, user_attrs=attrs))
-            with suppress(KeyError):  # another process was as quick
-                optuna.delete_study(storage=self._storage, study_name=name)
 
 
 def measured_run(
@@ -344,9 +327,8 @@ class Measurements:
 
 
 def _key(trial: FrozenTrial) -> str:
-    """What a trial measures, "" where it has not said so yet. Measurements of callables had no number in the version before."""
-    key = str(trial.user_attrs.get(_KEY, ""))
-    return f"{key}/0" if key.startswith(RUN) and key.count("/") == 4 else key
+    """What a trial measures, "" where it has not said so yet."""
+    return str(trial.user_attrs.get(_KEY, ""))
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
@@ -366,9 +348,8 @@ def _final(trial: FrozenTrial) -> bool:
 
 
 def _discard(storage: BaseStorage, name: str) -> None:
-    for found in optuna.get_all_study_names(storage):
-        if found == name or found in [f"{name}/{part}" for part in _FORMER]:
-            optuna.delete_study(storage=storage, study_name=found)
+    if name in optuna.get_all_study_names(storage):
+        optuna.delete_study(storage=storage, study_name=name)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from autotune.workload.options import plain_float, plain_int
 from autotune.workload.spec import MOST_TOKENS
 from autotune.workload.traces import TraceRow
-from runtime.errors import InputError
+from runtime.errors import InputError, shortened
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
@@ -51,7 +51,7 @@ def guess_reader(path: str | Path) -> Reader:
     if not first or set(_columns(first)) & set(AZURE_COLUMNS):
         return read_azure
     raise InputError(
-        f"{path}, line 1: {_short(first)} is no trace; it must be a CSV with columns {', '.join(AZURE_COLUMNS)}, "
+        f"{path}, line 1: {shortened(first, 80)} is no trace; it must be a CSV with columns {', '.join(AZURE_COLUMNS)}, "
         f"or jsonl with fields {', '.join(MOONCAKE_FIELDS)}"
     )
 
@@ -75,7 +75,7 @@ def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, T
                 header = [cell.strip() for cell in cells]
                 for column in AZURE_COLUMNS:
                     if column not in header:
-                        _bad(path, line, f"no column {column}; the header is {_short(','.join(header))}, it must have "
+                        _bad(path, line, f"no column {column}; the header is {shortened(','.join(header), 80)}, it must have "
                                          f"{', '.join(AZURE_COLUMNS)}")  # fmt: skip
                     if header.count(column) > 1:
                         _bad(
@@ -108,7 +108,7 @@ def _mooncake_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
             _bad(path, line, f"not JSON: {error}")
         if not isinstance(row, dict):
-            _bad(path, line, f"{_short(text)} is not a JSON object")
+            _bad(path, line, f"{shortened(text, 80)} is not a JSON object")
         for name in MOONCAKE_FIELDS:
             if name not in row:
                 _bad(path, line, f"no field {name}; there must be {', '.join(MOONCAKE_FIELDS)}")
@@ -132,7 +132,7 @@ def _blocks(path: str | Path, line: int, ids: Any, prompt: int) -> tuple[tuple[i
         return ()
     needed = math.ceil(prompt / MOONCAKE_BLOCK)
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= _MOST_ID for i in ids):
-        _bad(path, line, f"hash_ids is {_short(ids)}; it must be a list of whole numbers from 0 to {_MOST_ID}")
+        _bad(path, line, f"hash_ids is {shortened(ids, 80)}; it must be a list of whole numbers from 0 to {_MOST_ID}")
     if len(ids) != needed:
         _bad(
             path, line, f"hash_ids has {len(ids)} ids; {prompt} prompt tokens need {needed} of {MOONCAKE_BLOCK} tokens"
@@ -182,12 +182,12 @@ def _timestamp(path: str | Path, line: int, text: str) -> float:
             zero = datetime(1970, 1, 1, tzinfo=None if moment.tzinfo is None else UTC)
             return (moment - zero).total_seconds()
     allowed = "a date and time such as 2023-11-16 18:17:03.97, or a number of seconds, at least 0"
-    _bad(path, line, f"TIMESTAMP is {_short(text)}; it must be {allowed}")
+    _bad(path, line, f"TIMESTAMP is {shortened(text, 80)}; it must be {allowed}")
 
 
 def _number(path: str | Path, line: int, name: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:  # NaN is not
-        _bad(path, line, f"{name} is {_short(value)}; it must be {allowed}")
+        _bad(path, line, f"{name} is {shortened(value, 80)}; it must be {allowed}")
     return float(value)
 
 
@@ -202,20 +202,15 @@ def _count(path: str | Path, line: int, name: str, value: Any, low: int) -> int:
         _bad(
             path,
             line,
-            f"{name} is {_short(value)}; it must be a whole number, at least {low} and at most {MOST_TOKENS}",
+            f"{name} is {shortened(value, 80)}; it must be a whole number, at least {low} and at most {MOST_TOKENS}",
         )
     return number
 
 
 def _text(path: str | Path, line: int, name: str, value: Any) -> str:
     if value is not None and not isinstance(value, str):
-        _bad(path, line, f"{name} is {_short(value)}; it must be text")
+        _bad(path, line, f"{name} is {shortened(value, 80)}; it must be text")
     return value or ""
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _bad(path: str | Path, line: int, what: str) -> NoReturn:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from autotune.workload.spec import Arrival, positive
+from autotune.workload.spec import Arrival
 from runtime.clock import Clock
 from runtime.records import percentile
 
@@ -52,15 +52,13 @@ def replay(
     *,
     start: float | None = None,
     stop: Callable[[], bool] | None = None,
-    longest_wait: float = LONGEST_WAIT,
 ) -> ReplayReport:
     """Call ``submit(arrival, due)`` for each arrival at ``start + arrival.time`` on ``clock``; never wait for an answer.
 
     ``start`` is now unless given. ``wait`` may return early; ``stop`` is asked before every request and at least every
-    ``longest_wait`` seconds. What ``submit`` raises (KeyboardInterrupt included) passes through: a request the engine
+    :data:`LONGEST_WAIT` seconds. What ``submit`` raises (KeyboardInterrupt included) passes through: a request the engine
     rejects must be counted by ``submit`` itself, not raised.
     """
-    positive("longest_wait", longest_wait)
     origin = clock.now() if start is None else start
     lateness: list[float] = []
     busy = 0.0
@@ -68,7 +66,7 @@ def replay(
     for arrival in arrivals:
         due = origin + arrival.time
         while not (stopped := stop is not None and stop()) and (ahead := due - clock.now()) > 0:
-            wait(min(ahead, longest_wait))
+            wait(min(ahead, LONGEST_WAIT))
         if stopped:
             break
         begun = clock.now()

@@ -69,8 +69,7 @@ class CaseResult:
 
     @classmethod
     def of_json(cls, part: dict[str, Any]) -> Self:
-        """From what ``asdict`` makes of one, once it has been JSON. Files of the version before call ``attainment`` ``kept``."""
-        part = {"attainment" if name == "kept" else name: value for name, value in part.items()}
+        """From what ``asdict`` makes of one, once it has been JSON."""
         return cls(**{**part, "results": [Result(**result) for result in part["results"]]})
 
     def of(self, contender: str) -> list[Result]:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from optuna.trial import TrialState, create_trial
 
 import autotune
 from autotune.cli.main import run
@@ -251,31 +250,6 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
 
 @pytest.mark.usefixtures("few_items")
 @pytest.mark.slow
-def test_a_study_of_the_version_before_is_gone_on_with() -> None:
-    """Its measurements had no number, for there was one of each, and it had planned how long each is."""
-    ticking, study, requested = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
-    target, before, still = Tireless(ticking), new_study(), VirtualClock()
-    first, known = CallableSession(target, requested, study, Silent(), host=still).run(), study.measurements.results()
-    kept = [(key, result) for key, result in known if key.startswith(("calls/", "trials/"))]
-    kept += [(key[:-2], result) for key, result in known if key.startswith("run/") and key.endswith("/0")]
-    kept.append(("plan", {"window_s": 1.25, "warmup_s": 0.25, "rate_from": "as requested", "chosen": []}))
-    for key, result in kept:
-        attrs = {"key": key, "result": result}
-        before._study.add_trial(create_trial(state=TrialState.COMPLETE, value=0.0, user_attrs=attrs))
-    for fact in ("calibrated", "spent"):
-        before.put(fact, study.get(fact))
-    target.tried.clear()
-    ticking.sizes.clear()
-    second = CallableSession(target, requested, before, Silent(), host=still).run()
-    assert ticking.sizes == [] and [what for what, _ in target.tried] == ["warm-up", "validation"], "it repeated none"
-    assert second.setup is not None and (second.setup.window_s, second.setup.warmup_s) == (1.25, 0.25)
-    once = {key: run for key, run in first.measured.items() if key.endswith("/0")}
-    assert len(once) == 4 and once.items() <= second.measured.items() and len(second.measured) == 5
-    assert [p.setting for p in ranked(second)] == [p.setting for p in ranked(first)]
-
-
-@pytest.mark.usefixtures("few_items")
-@pytest.mark.slow
 def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_takes() -> None:
     class Lasting(Tireless):
         def measure(self, *rest: Any, **options: Any) -> Measurement:
@@ -292,15 +266,14 @@ def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_take
     assert typical == [pytest.approx((4 + 2 + 2 + 2 + 2) / 5), 9.0], "the first has the warm-up in it"
 
 
-def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() -> None:
+def test_a_run_says_its_strategy_and_that_of_an_engine_has_none() -> None:
     ticking, load = Ticking(0.020, 0.002), OfferedLoad(50.0, 3, 4.0, 1.0)
     run = simulated(AS_IT_COMES, calibrated(ticking, subject(ticking)), [1], load, SLOW_START)
     kept = run.model_dump(mode="json")
     assert kept["strategy"] == "adaptive" and Run.model_validate(kept).batcher_setting == AS_IT_COMES
-    earlier = Run.model_validate({name: value for name, value in kept.items() if name != "strategy"})
-    assert earlier.batcher_setting == AS_IT_COMES and "strategy" not in earlier.model_dump_json()
     of_engine = Run.of(AS_IT_COMES.knobs, "validation", "vLLM defaults", run.score)
     assert (run.setting, of_engine.setting) == (AS_IT_COMES, AS_IT_COMES.knobs)
+    assert "strategy" not in of_engine.model_dump_json()
     with pytest.raises(ValueError, match="vLLM defaults: is no run of a batcher"):
         of_engine.batcher_setting  # noqa: B018
 

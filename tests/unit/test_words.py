@@ -100,9 +100,6 @@ ALLOWED = {
     ("docs/reference/profile-file.md", "anchors, aliases, tags"),
     ("autotune/profile/text.py", "anchors, aliases, tags"),
     ("autotune/profile/text.py", "event.anchor"),
-    ("benchmarks/kept.py", 'part.pop("asked", None)'),
-    ("benchmarks/sweep/contest.py", "Files of the version before"),
-    ("benchmarks/sweep/contest.py", 'if name == "kept" else name'),
     # keys of the JSON line, what random numbers follow from
     ("benchmarks/calibration.py", "told_vs_true"),
     ("autotune/profiling/step_plan.py", '{self._seed} climbs"'),
