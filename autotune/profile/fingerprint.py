@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -239,9 +240,12 @@ class OtherWork:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Seconds: all processors busy, this process and its children, the clock."""
+        """Seconds: all processors busy, this process and its descendants, the clock."""
         times = psutil.cpu_times()
-        mine = os.times()
+        mine = sum(os.times()[:4])  # of its children, those that have ended
+        for child in psutil.Process().children(recursive=True):  # such as a worker of vLLM
+            with suppress(psutil.Error):
+                mine += sum(child.cpu_times()[:4])
         idle = times.idle + getattr(times, "iowait", 0.0)
         guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice too
-        return sum(times) - idle - guests, sum(mine[:4]), time.monotonic()
+        return sum(times) - idle - guests, mine, time.monotonic()

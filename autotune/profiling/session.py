@@ -130,7 +130,7 @@ class Session(Sweep):
         host: Clock | None = None,
     ) -> None:
         target = EngineTarget(engine, model, question.workload)
-        schedule = schedule or Schedule.of(question.budget_s)
+        schedule = schedule or Schedule.of(question.budget_s, capacity=question.rate is None)
         super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
     def _at_rate(self, setup: Setup) -> Setup:

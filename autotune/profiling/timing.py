@@ -34,21 +34,27 @@ CALIBRATE_S = 20.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """Seconds of each part. ``budget_s`` None: no bound on everything; ``simulate_s``: when the trials end, None: no bound."""
+    """Seconds of each part. ``budget_s`` None: no bound on everything; ``simulate_s``: when the trials end, None: no bound.
+    ``validation``: the share of the budget that validating has."""
 
     budget_s: float | None
     window_s: float
     warmup_s: float
     calibrate_s: float
     simulate_s: float | None = None
+    validation: float = VALIDATION
 
     @classmethod
-    def of(cls, budget_s: float | None) -> Schedule:
+    def of(cls, budget_s: float | None, *, capacity: bool = True) -> Schedule:
         """Windows from the budget: a measurement is warm-up, window and about as much drain as warm-up. Where the SLO gives no
-        deadline and answers are long, a drain is longer, and there are fewer measurements."""
+        deadline and answers are long, a drain is longer, and there are fewer measurements.
+
+        ``capacity``: whether it is looked for; else its time is for validating too.
+        """
         run, calibrate, simulate = _UNBOUNDED_RUN, CALIBRATE_S, None
+        validation = VALIDATION if capacity else VALIDATION + CAPACITY
         if budget_s is not None:
-            run = min(_LONGEST_RUN, max(_SHORTEST_RUN, budget_s * VALIDATION / _RUNS))
+            run = min(_LONGEST_RUN, max(_SHORTEST_RUN, budget_s * validation / _RUNS))
             calibrate = min(_LONGEST_CALIBRATION, budget_s * CALIBRATION * 0.8)  # a slow machine takes longer
             simulate = min(_LONGEST_TRIALS, budget_s * (RATE + TRIALS))
         return cls(
@@ -57,6 +63,7 @@ class Schedule:
             warmup_s=round(run * 0.15, 2),
             calibrate_s=round(calibrate, 2),
             simulate_s=simulate,
+            validation=validation,
         )
 
     def until(self, *shares: float) -> float | None:

@@ -68,15 +68,13 @@ def case(
     )  # fmt: skip
 
 
-def planned(
-    given: Case, *, splits: int = 0, tokens: int | None = None, plan_window: int | None = None
-) -> AttentionPlan:
+def planned(given: Case, *, splits: int = 0, tokens: int | None = None) -> AttentionPlan:
     """A plan for ``given``; ``tokens``: what it is sized for, when that is not what the query has."""
     tokens = tokens or len(given.query)
     heads, kv_heads = given.query.shape[1], given.key_pool.shape[1]
     sizes = plan_sizes(len(given.table), tokens, heads, kv_heads, 8, each=max(1, *given.new, 0), splits=splits)
     plan = AttentionPlan(sizes, DEVICE)
-    plan.update(given.new, given.contexts, plan_window)
+    plan.update(given.new, given.contexts)
     return plan
 
 

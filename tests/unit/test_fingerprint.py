@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from autotune.profile import GpuInfo
 from autotune.profile.fingerprint import (
+    OtherWork,
     cpu_flags,
     cpu_model,
     describe,
@@ -78,3 +81,16 @@ def test_in_words() -> None:
     assert describe(profiles.machine(kind="gpu", gpu=gpu)) == "gpu: NVIDIA H200, 140 GiB"
     two = gpu.model_copy(update={"count": 2})
     assert describe(profiles.machine(kind="gpu", gpu=two)) == "gpu: 2 × NVIDIA H200, 140 GiB"
+
+
+def test_what_a_descendant_computes_is_no_other_work() -> None:
+    # seconds of another process are counted in ticks, so they may be fewer
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    parent = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {burn!r}]).returncode)"
+    for program in (burn, parent):  # a child, and a child's child
+        before = OtherWork._now()[1]
+        with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"done\n"
+            assert OtherWork._now()[1] - before > 0.15, "while it lives"
+            child.communicate(b"\n")
+        assert OtherWork._now()[1] - before > 0.15, "and once it has ended"

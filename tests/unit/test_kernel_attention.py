@@ -29,12 +29,11 @@ def check(
     *,
     splits: int = 0,
     tokens: int | None = None,
-    plan_window: int | None = None,
     **terms: Any,
 ) -> None:
     dtype = given.query.dtype
     shape = (len(given.query), given.query.shape[1], given.value_pool.shape[2])
-    plan = planned(given, splits=splits, tokens=tokens, plan_window=plan_window)
+    plan = planned(given, splits=splits, tokens=tokens)
     out = attended(given, plan, scale, poisoned(*shape, dtype=dtype), **terms)
     expected = by_definition(given, scale, **terms)
     count = sum(given.new)
@@ -113,11 +112,11 @@ def test_any_part_may_weigh_most(position: int) -> None:
     check(given, 0.5, splits=40)
 
 
-def test_a_plan_for_a_window_serves_its_layers() -> None:
+def test_a_window_leaves_parts_empty() -> None:
     given = case([(1, 900), (1, 4)])
-    plan = planned(given, splits=4, plan_window=300)
+    plan = planned(given, splits=4)
     assert (plan.merges[:, 0] >= 0).sum() == 1
-    check(given, splits=4, plan_window=300, window=300, sinks=TERMS["sinks"]["sinks"])
+    check(given, splits=4, window=300, sinks=TERMS["sinks"]["sinks"])
 
 
 def test_a_plan_may_be_larger_than_its_step() -> None:

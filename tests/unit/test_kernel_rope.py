@@ -17,12 +17,12 @@ from runtime.torch_backend.kv_pool import fp8_bytes
 SLOTS = 40
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x [tokens, heads, dim]`` in float64, pair by pair."""
     x, cos, sin = x.double(), cos.double(), sin.double()
     out, half = x.clone(), cos.shape[-1] // 2
     for i in range(half):
-        one, two = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        one, two = i, i + half
         out[..., one] = x[..., one] * cos[:, None, one] - x[..., two] * sin[:, None, one]
         out[..., two] = x[..., two] * cos[:, None, two] + x[..., one] * sin[:, None, two]
     return out
@@ -33,9 +33,9 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def angles(tokens: int, rotary: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+def angles(tokens: int, rotary: int) -> tuple[Tensor, Tensor]:
     angle = torch.arange(tokens, device=DEVICE)[:, None] * 10.0 ** -torch.linspace(0, 3, rotary // 2, device=DEVICE)
-    both = angle.repeat_interleave(2, -1) if interleaved else torch.cat([angle, angle], -1)
+    both = torch.cat([angle, angle], -1)
     return both.cos(), both.sin()
 
 
@@ -45,27 +45,26 @@ def angles(tokens: int, rotary: int, interleaved: bool) -> tuple[Tensor, Tensor]
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary", "value_dim", "interleaved"),
+    ("heads", "kv_heads", "dim", "rotary", "value_dim"),
     [
-        (4, 2, 16, 16, 16, False),
-        (3, 1, 24, 8, 40, False),
-        (3, 1, 24, 8, 40, True),
-        (2, 2, 2, 2, 1, False),
-        (6, 2, 80, 80, 80, True),
+        (4, 2, 16, 16, 16),
+        (3, 1, 24, 8, 40),
+        (2, 2, 2, 2, 1),
+        (6, 2, 80, 80, 80),
     ],
     ids=str,
 )
 def test_rope_and_write_by_definition(
-    dtype: torch.dtype, norm: bool, heads: int, kv_heads: int, dim: int, rotary: int, value_dim: int, interleaved: bool
+    dtype: torch.dtype, norm: bool, heads: int, kv_heads: int, dim: int, rotary: int, value_dim: int
 ) -> None:
     tokens = 4
     query, key = randn(tokens, heads, dim, seed=1, dtype=dtype), randn(tokens, kv_heads, dim, seed=2, dtype=dtype)
     value = randn(tokens, kv_heads, value_dim, seed=3, dtype=dtype)
-    cos, sin = angles(tokens, rotary, interleaved)
+    cos, sin = angles(tokens, rotary)
     keys, values = poisoned(SLOTS, kv_heads, dim, dtype=dtype), poisoned(SLOTS, kv_heads, value_dim, dtype=dtype)
     slots = torch.tensor([17, 3, -1, 39], device=DEVICE)
     out = poisoned(tokens, heads, dim, dtype=dtype)
-    given: dict[str, Any] = {"interleaved": interleaved}
+    given: dict[str, Any] = {}
     wide_query, wide_key = query.double(), key.double()
     if norm:
         weights = randn(dim, seed=4, dtype=dtype), randn(dim, seed=5, dtype=dtype)
@@ -76,9 +75,9 @@ def test_rope_and_write_by_definition(
     assert torch.equal(query, before)
     # one rounding of the result, and float32 products of the terms, which may cancel
     bounds = ROUNDING[dtype] + 1e-6, 4e-6
-    close(out, rotated(wide_query, cos, sin, interleaved), *bounds)
+    close(out, rotated(wide_query, cos, sin), *bounds)
     written = [17, 3, 39]
-    close(keys[written], rotated(wide_key, cos, sin, interleaved)[[0, 1, 3]], *bounds)
+    close(keys[written], rotated(wide_key, cos, sin)[[0, 1, 3]], *bounds)
     assert torch.equal(values[written], value[[0, 1, 3]])
     others = [slot for slot in range(SLOTS) if slot not in written]
     assert keys[others].isnan().all()
@@ -90,13 +89,13 @@ def test_rope_and_write_by_definition(
 def test_views_of_a_merged_projection() -> None:
     merged = randn(3, 6, 16, seed=6)
     given = merged.clone()
-    cos, sin = angles(3, 16, False)
+    cos, sin = angles(3, 16)
     keys, values = poisoned(SLOTS, 1, 16), poisoned(SLOTS, 1, 16)
     slots = torch.tensor([5, 4, 3], dtype=torch.int32, device=DEVICE)
     rope_and_write(merged[:, :4], merged[:, 4:5], merged[:, 5:], cos, sin, keys, values, slots)
-    close(merged[:, :4], rotated(given[:, :4], cos, sin, False), 1e-6, 4e-6)
+    close(merged[:, :4], rotated(given[:, :4], cos, sin), 1e-6, 4e-6)
     assert torch.equal(merged[:, 4:], given[:, 4:])
-    close(keys[[5, 4, 3]], rotated(given[:, 4:5], cos, sin, False), 1e-6, 4e-6)
+    close(keys[[5, 4, 3]], rotated(given[:, 4:5], cos, sin), 1e-6, 4e-6)
     assert torch.equal(values[[5, 4, 3]], given[:, 5:])
 
 
@@ -105,7 +104,7 @@ def test_writing_8_bits_rounds_as_torch_does() -> None:
     value = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16).view(torch.float16)
     value = torch.where(value.isnan(), torch.nan, value).view(1, 16, 4096)  # quiet ones, which raise no warning
     key = torch.zeros(1, 16, 2, device=DEVICE, dtype=torch.float16)
-    cos, sin = angles(1, 2, False)
+    cos, sin = angles(1, 2)
     scales = torch.tensor([1.0, 0.37] * 8, device=DEVICE), torch.tensor([1.0, 2.0**-9] * 8, device=DEVICE)
     keys = torch.zeros(2, 16, 2, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     values = torch.zeros(2, 16, 4096, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
@@ -131,7 +130,7 @@ def test_writing_8_bits_rounds_as_torch_does() -> None:
 
 def test_keys_in_8_bits_are_scaled() -> None:
     key, value = randn(1, 2, 8, seed=8), randn(1, 2, 8, seed=9)
-    cos, sin = angles(1, 4, False)
+    cos, sin = angles(1, 4)
     scales = torch.tensor([0.01, 0.3], device=DEVICE), torch.tensor([0.02, 0.1], device=DEVICE)
     keys = torch.zeros(1, 2, 8, dtype=torch.uint8, device=DEVICE)
     values = keys.clone()
@@ -145,7 +144,7 @@ def test_keys_in_8_bits_are_scaled() -> None:
 
 
 def test_no_tokens_and_what_does_not_fit() -> None:
-    cos, sin = angles(2, 8, False)
+    cos, sin = angles(2, 8)
     query, key, keys = randn(2, 4, 8), randn(2, 2, 8), poisoned(SLOTS, 2, 8)
     slots = torch.tensor([0, 1], device=DEVICE)
     empty = rope_and_write(query[:0], key[:0], key[:0], cos[:0], sin[:0], keys, keys.clone(), slots[:0])

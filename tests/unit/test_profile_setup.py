@@ -166,6 +166,9 @@ def test_a_budget_is_divided_and_kept() -> None:
     short, long = Schedule.of(60.0), Schedule.of(600.0)
     assert 1 < short.window_s < long.window_s
     assert Schedule.of(None).until(0.5) is None and long.until(0.5) == 300
+    given = Schedule.of(60.0, capacity=False)  # whose time goes into validating
+    assert given.window_s == pytest.approx(short.window_s * (0.38 + 0.14) / 0.38, abs=0.01)
+    assert short.validation == 0.38 and given.validation == pytest.approx(0.52)
     clock = VirtualClock()
     host = VirtualClock()
     meter = Meter(clock, host, hardware_s=10.0)

@@ -34,7 +34,6 @@ from autotune.profiling.timing import (
     RATE_AGAIN,
     SIMULATION,
     TRIALS_AGAIN,
-    VALIDATION,
 )
 from runtime.knobs import Knobs
 
@@ -82,7 +81,7 @@ def _placed(context: Context, setup: Setup) -> tuple[Setup, list[Candidate], lis
     tried: list[Candidate] = []
     given = context.question.rate is not None
     off_by = OFF_BY_AT_RATE if given else OFF_BY
-    half = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION / 2)
+    half = context.schedule.until(CALIBRATION, SIMULATION, context.schedule.validation / 2)
     for move in range(_MOVES):
         best = best_of(chosen, Objective.under(setup))
         request = request_for(setup, best, 0, noisy=True)
@@ -161,7 +160,10 @@ class EngineValidation(Validation[Knobs, Setup, CostModel, SearchSpace]):
     def __init__(
         self, context: Context, setup: Setup, chosen: Sequence[Candidate], *rest: Any, may_move: bool = False
     ) -> None:
-        super().__init__(context, setup, chosen, *rest, end=context.schedule.until(CALIBRATION, SIMULATION, VALIDATION))
+        schedule = context.schedule
+        super().__init__(
+            context, setup, chosen, *rest, end=schedule.until(CALIBRATION, SIMULATION, schedule.validation)
+        )
         self._may_move = may_move
 
     def _review(self) -> float | None:

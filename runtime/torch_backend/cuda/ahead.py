@@ -141,23 +141,21 @@ def specialisations(architecture: int) -> Iterator[Specialisation]:
         True, True),
         (71, 1, 64, 64, False, False),
     ):  # fmt: skip
-        for interleaved in (False, True):
-            yield _rope(heads, kv_heads, dim, rotary, normed, fp8, interleaved)
+        yield _rope(heads, kv_heads, dim, rotary, normed, fp8)
     for width in (896, 4096, 8192, norm.MAX_WIDTH):
         for add in (False, True):
             block = next_power_of_2(width)
             yield Specialisation(
                 f"rms_norm {width}{' add' * add}", norm._rms_norm,
-                {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "offset": "fp32"},
+                {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"},
                 {"x_stride": width, "residual_stride": width, "out_stride": width, "WIDTH": width, "ADD": add,
                 "BLOCK": block},
                 row_warps(block),
             )  # fmt: skip
-    for gelu in (False, True):
-        yield Specialisation(
-            f"gated {'gelu' if gelu else 'silu'}", activation._gated, {"gate_up": "*bf16", "out": "*bf16"},
-            {"in_stride": 28672, "out_stride": 14336, "WIDTH": 14336, "GELU": gelu, "BLOCK": activation.BLOCK},
-        )  # fmt: skip
+    yield Specialisation(
+        "gated", activation._gated, {"gate_up": "*bf16", "out": "*bf16"},
+        {"in_stride": 28672, "out_stride": 14336, "WIDTH": 14336, "BLOCK": activation.BLOCK},
+    )  # fmt: skip
     for rows in (1, 32, 64):
         for inputs, outputs, gated in ((4096, 6144, False), (4096, 14336, True), (14336, 4096, False)):
             if (found := linear_tile(architecture, rows, inputs, outputs, gated)) is not None:
@@ -181,9 +179,7 @@ def specialisations(architecture: int) -> Iterator[Specialisation]:
         )
 
 
-def _rope(
-    heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, fp8: bool, interleaved: bool
-) -> Specialisation:
+def _rope(heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, fp8: bool) -> Specialisation:
     merged, pool, group = (heads + 2 * kv_heads) * dim, "*u8" if fp8 else "*bf16", heads // kv_heads
     types = {
         "query": "*bf16", "key": "*bf16", "value": "*bf16", "query_out": "*bf16", "keys": pool, "values": pool,
@@ -198,11 +194,11 @@ def _rope(
         "key_head_stride": dim,
         "value_stride": kv_heads * dim, "value_head_stride": dim, "angle_stride": rotary, "GROUP": group, "DIM": dim,
         "ROTARY": rotary,
-        "VALUE_DIM": dim, "INTERLEAVED": interleaved, "NORM": normed, "FP8": fp8, "BLOCK_G": next_power_of_2(group),
+        "VALUE_DIM": dim, "NORM": normed, "FP8": fp8, "BLOCK_G": next_power_of_2(group),
         "BLOCK_P": next_power_of_2(rotary // 2), "BLOCK_R": next_power_of_2(max(1, dim - rotary)),
         "BLOCK_V": next_power_of_2(dim),
     }  # fmt: skip
-    name = f"rope {heads}/{kv_heads}x{dim} {rotary}{' normed' * normed}{' fp8' * fp8}{' interleaved' * interleaved}"
+    name = f"rope {heads}/{kv_heads}x{dim} {rotary}{' normed' * normed}{' fp8' * fp8}"
     return Specialisation(name, rope._rope_write, types, constants, rope.warps(group, dim))
 
 

@@ -22,7 +22,7 @@ from runtime.torch_backend.cuda.tiles import FEW_ROWS, MANY_ROWS, next_power_of_
 Ints = NDArray[np.int32]
 
 GRAIN = 128
-"""Contexts are split at multiples of this many positions (from where a tile's begins)."""
+"""Contexts are split at multiples of this many positions."""
 
 LEAST = 2
 """Grains of the shortest part: below that, merging costs more than it saves."""
@@ -138,12 +138,12 @@ class AttentionPlan:
             self._hosts.append((host, arrays))
         self._buffer.copy_(host)
 
-    def update(self, query_lengths: ArrayLike, lengths: ArrayLike, window: int | None = None) -> None:
+    def update(self, query_lengths: ArrayLike, lengths: ArrayLike) -> None:
         """Plan a step: new tokens and context (new tokens included) of each sequence, in the order of the packed batch.
 
-        ``window``: balance the parts for layers with that sliding window; a plan made without one is right for them as well,
-        only less even. The copy to the device is asynchronous, in the order of what is queued there: that of the last update
-        but one must be done, as it is where steps overlap one deep. Raises ``ValueError`` for what does not fit the sizes.
+        It is right for layers with a sliding window as well, only less even. The copy to the device is asynchronous, in the
+        order of what is queued there: that of the last update but one must be done, as it is where steps overlap one deep.
+        Raises ``ValueError`` for what does not fit the sizes.
         """
         new, context = _whole("query_lengths", query_lengths), _whole("lengths", lengths)
         sizes = self.sizes
@@ -164,7 +164,7 @@ class AttentionPlan:
                 f"query_lengths[{at}] is {new[at]} and lengths[{at}] {context[at]}; both must be at least 0 "
                 "and the context no shorter"
             )
-        items, merges = work_list(new, context, sizes, window)
+        items, merges = work_list(new, context, sizes)
         if not self._recorded:
             self.merging = len(merges) > 0
         self._turn ^= 1
@@ -180,7 +180,7 @@ class AttentionPlan:
         self._buffer.copy_(host, non_blocking=True)
 
 
-def work_list(new: Ints, context: Ints, sizes: PlanSizes, window: int | None = None) -> tuple[Ints, Ints]:
+def work_list(new: Ints, context: Ints, sizes: PlanSizes) -> tuple[Ints, Ints]:
     """Items ``[≤ items, 5]`` and merges ``[≤ splits, 4]`` of a step, the longest items first.
 
     With n tiles whose contexts hold g₁ … gₙ grains, parts of c = ⌈Σ(g − 1) / splits⌉ grains are at most n + splits, since
@@ -193,8 +193,7 @@ def work_list(new: Ints, context: Ints, sizes: PlanSizes, window: int | None = N
     first = (np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
     before = (context - new)[sequence]
     last = before + np.minimum(first + tile, new[sequence])
-    begin = np.zeros_like(last) if window is None else np.maximum(0, before + first - window + 1)
-    grains = -(-(last - begin) // GRAIN)
+    grains = -(-last // GRAIN)
     if sizes.splits:
         most = max(LEAST, -(-int((grains - 1).sum()) // sizes.splits))
         parts = -(-grains // most)
@@ -207,10 +206,9 @@ def work_list(new: Ints, context: Ints, sizes: PlanSizes, window: int | None = N
     part = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
     split = parts > 1
     places = np.cumsum(np.where(split, parts, 0)) - np.where(split, parts, 0)
-    low = begin[of] + part * each[of] * GRAIN
+    low = part * each[of] * GRAIN
     high = low + each[of] * GRAIN
     work = np.minimum(high, last[of]) - low
-    low[part == 0] = 0  # which marks the first part; a window is applied where keys are read
     high[part == parts[of] - 1] = END
     items = np.stack([sequence[of], first[of], low, high, np.where(split[of], places[of] + part, -1)], 1).astype(
         np.int32

@@ -19,7 +19,6 @@ def _rms_norm(
     weight,
     out,
     eps,
-    offset,
     x_stride: tl.constexpr,
     residual_stride: tl.constexpr,
     out_stride: tl.constexpr,
@@ -32,7 +31,7 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(EARLY)
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -51,13 +50,12 @@ def rms_norm(
     eps: float,
     *,
     residual: Tensor | None = None,
-    weight_offset: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``y / sqrt(mean(y²) + eps) · (weight + weight_offset)`` over the last dimension (Zhang and Sennrich 2019).
+    """``y / sqrt(mean(y²) + eps) · weight`` over the last dimension (Zhang and Sennrich 2019).
 
     ``x [rows, width]``; ``y`` is ``x``, or with ``residual [rows, width]`` their sum, which is written back to ``residual``.
-    ``weight_offset`` is 1 for models of the Gemma family. The sum is rounded to the residual's dtype first, as when a model
+    The sum is rounded to the residual's dtype first, as when a model
     adds and norms in two operations; all else is float32 with one rounding at the end. Returns ``out``, by default a new
     tensor like ``x``; it may be ``x`` itself. Raises ``ValueError`` for shapes that do not fit.
     """
@@ -71,17 +69,17 @@ def rms_norm(
     elif _checked("out", out) != (rows, width):
         raise ValueError(f"out has shape {tuple(out.shape)}; it must be that of x, {tuple(x.shape)}")
     if rows:
-        normed(x, weight, eps, residual, weight_offset, out)
+        normed(x, weight, eps, residual, out)
     return out
 
 
-def normed(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, weight_offset: float, out: Tensor) -> None:
+def normed(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor) -> None:
     """:func:`rms_norm` of one row or more, without its checks, which take the host as long as the launch."""
     rows, width = x.shape
     block = next_power_of_2(width)
     summed = x if residual is None else residual
     launch(
-        _rms_norm, (rows, 1, 1), (x, summed, weight, out), (eps, weight_offset),
+        _rms_norm, (rows, 1, 1), (x, summed, weight, out), (eps,),
         (x.stride(0), summed.stride(0), out.stride(0), width, residual is not None, block), warps=row_warps(block),
     )  # fmt: skip
 

@@ -18,15 +18,14 @@ from runtime.torch_backend.cuda.tiles import next_power_of_2
 @triton.jit
 def _rotated(
     x, rows, cos, sin, weight, eps, stride: tl.constexpr,
-    DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, BLOCK_P: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Heads ``rows`` (a mask) of ``x``: the first and second of each pair, rotated, and what is behind the rotary
     dimensions."""
-    pair = tl.arange(0, BLOCK_P)
-    paired = pair < ROTARY // 2
-    one = pair * 2 if INTERLEAVED else pair
-    two = pair * 2 + 1 if INTERLEAVED else pair + ROTARY // 2
+    one = tl.arange(0, BLOCK_P)
+    paired = one < ROTARY // 2
+    two = one + ROTARY // 2
     rest = ROTARY + tl.arange(0, BLOCK_R)
     behind = rest < DIM
     at = x + tl.arange(0, rows.shape[0])[:, None] * stride
@@ -55,7 +54,7 @@ def _rope_write(
     out_head_stride: tl.constexpr,
     key_stride: tl.constexpr, key_head_stride: tl.constexpr, value_stride: tl.constexpr, value_head_stride: tl.constexpr,
     angle_stride: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, VALUE_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    NORM: tl.constexpr, FP8: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -63,10 +62,9 @@ def _rope_write(
     wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    pair = tl.arange(0, BLOCK_P)
-    paired = pair < ROTARY // 2
-    one = pair * 2 if INTERLEAVED else pair
-    two = pair * 2 + 1 if INTERLEAVED else pair + ROTARY // 2
+    one = tl.arange(0, BLOCK_P)
+    paired = one < ROTARY // 2
+    two = one + ROTARY // 2
     rest = ROTARY + tl.arange(0, BLOCK_R)
     behind = rest < DIM
     cos += token * angle_stride
@@ -77,7 +75,7 @@ def _rope_write(
     first, second, passed = _rotated(
         query + token * query_stride + kv_head * GROUP * query_head_stride, rows, cos, sin, query_weight, eps,
         query_head_stride,
-        DIM, ROTARY, INTERLEAVED, NORM, BLOCK_P, BLOCK_R,
+        DIM, ROTARY, NORM, BLOCK_P, BLOCK_R,
     )  # fmt: skip
     tl.debug_barrier()  # every thread has read before one writes: the queries may be rotated in place
     to = query_out + token * out_stride + (kv_head * GROUP + nth)[:, None] * out_head_stride
@@ -92,7 +90,7 @@ def _rope_write(
     single = tl.arange(0, 1) == 0
     first, second, passed = _rotated(
         key + token * key_in_stride + kv_head * key_in_head_stride, single, cos, sin, key_weight, eps, key_in_head_stride,
-        DIM, ROTARY, INTERLEAVED, NORM, BLOCK_P, BLOCK_R,
+        DIM, ROTARY, NORM, BLOCK_P, BLOCK_R,
     )  # fmt: skip
     dv = tl.arange(0, BLOCK_V)
     kept = tl.load(
@@ -127,7 +125,6 @@ def rope_and_write(
     values: Tensor,
     slots: Tensor,
     *,
-    interleaved: bool = False,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -139,7 +136,7 @@ def rope_and_write(
 
     ``query [tokens, heads, dim]``, ``key [tokens, kv_heads, dim]`` and ``value [tokens, kv_heads, value_dim]`` may be views
     of one merged projection. ``cos`` and ``sin [tokens, rotary]`` hold a number for each dimension, as transformers makes
-    them; dimensions from ``rotary`` on pass as they are. Pairs are (i, i + rotary/2), or with ``interleaved`` (2i, 2i + 1).
+    them; dimensions from ``rotary`` on pass as they are. Pairs are (i, i + rotary/2).
     ``query_norm`` and ``key_norm [dim]``: RMS norms over each head, first. ``keys [slots, kv_heads, dim]`` and ``values
     [slots, kv_heads, value_dim]``: one layer of the pool; token t goes to ``slots[t]``, and nowhere if that is negative. For
     a pool of bytes (uint8 or float8_e4m3fn) keys and values are divided by ``key_scale`` and ``value_scale [kv_heads]``
@@ -180,15 +177,15 @@ def rope_and_write(
     if fp8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     rotate(
-        query, key, value, cos, sin, keys, values, slots, interleaved=interleaved, query_norm=query_norm, key_norm=key_norm,
-        eps=eps, key_scale=key_scale, value_scale=value_scale, out=out,
+        query, key, value, cos, sin, keys, values, slots, query_norm=query_norm, key_norm=key_norm, eps=eps,
+        key_scale=key_scale, value_scale=value_scale, out=out,
     )  # fmt: skip
     return out
 
 
 def rotate(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *,
-    interleaved: bool = False, query_norm: Tensor | None = None, key_norm: Tensor | None = None, eps: float = 0.0,
+    query_norm: Tensor | None = None, key_norm: Tensor | None = None, eps: float = 0.0,
     key_scale: Tensor | None = None, value_scale: Tensor | None = None, out: Tensor,
 ) -> None:  # fmt: skip
     """:func:`rope_and_write` of one token or more, without its checks, which take the host longer than the launch. A pool of
@@ -208,7 +205,7 @@ def rotate(
         ),
         (eps,),
         (
-            *strides, group, dim, rotary, value_dim, interleaved, query_norm is not None, key_scale is not None,
+            *strides, group, dim, rotary, value_dim, query_norm is not None, key_scale is not None,
             next_power_of_2(group), next_power_of_2(rotary // 2), next_power_of_2(max(1, dim - rotary)),
             next_power_of_2(value_dim),
         ),
