@@ -131,7 +131,7 @@ def _of_last_boot(marked: Sequence[tuple[RequestRecord, str]], boot: object) -> 
 
 def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
     """The SLOs that a decision states, by class; empty if of none."""
-    stated = decision.evidence.get("slos", {})
+    stated = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
     try:
         return {name: SLO.of(text) for name, text in stated.items()}
     except (ValueError, AttributeError) as error:
