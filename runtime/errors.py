@@ -84,6 +84,6 @@ class InputError(AutotuneError, ValueError):
 
 
 def shortened(value: object, most: int = 40) -> str:
-    """``value`` as an error quotes it: on one line, of ``most`` characters, and not pages of it."""
+    """``value`` as an error quotes it: on one line, of ``most`` characters at most."""
     text = repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -236,7 +236,7 @@ class OtherWork:
     def cores(self) -> float:
         """Cores that other processes kept busy on average."""
         (before, own_before, began), (after, own, now) = self._begun, self._now()
-        return max(0.0, (after - before) - (own - own_before)) / max(now - began, 1e-9)
+        return max(0.0, (after - before) - max(0.0, own - own_before)) / max(now - began, 1e-9)
 
     @staticmethod
     def _now() -> tuple[float, float, float]:

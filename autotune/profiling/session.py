@@ -130,7 +130,10 @@ class Session(Sweep):
         host: Clock | None = None,
     ) -> None:
         target = EngineTarget(engine, model, question.workload)
-        schedule = schedule or Schedule.of(question.budget_s, capacity=question.rate is None)
+        looks_further = (
+            question.rate is None or question.workload.finite
+        )  # whose requests would not last for longer windows
+        schedule = schedule or Schedule.of(question.budget_s, capacity=looks_further)
         super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
     def _at_rate(self, setup: Setup) -> Setup:

@@ -25,6 +25,7 @@ from benchmarks.controller.adversaries import (
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from tests.tiers import slow_but_for
+from tests.unit.test_predictive import step
 
 KNOBS = Knobs(256, 0, 2048, 2048)
 SEEDS, SECONDS = (1, 2), 70  # one window of a minute
@@ -226,7 +227,7 @@ class TestStartComparison:
         for _ in range(10):
             made.saw(22.0, False)  # before the next decision: they came under the old ones
         assert made.holds(22.0, False) and made.at_start
-        assert made.said == "nothing is known of other knobs since the targets changed: the starting knobs stay"
+        assert made.said == "nothing is known of other knobs any more: the starting knobs stay"
         self.serve(made, 235, 310, share)
         assert made.holds(31.0, False), "too soon to tell"
         assert made.holds(33.0, False) is stays
@@ -284,6 +285,14 @@ class TestController:
         assert self.decided(made, 21.0) == "fallback"
         assert made._comparison.said.startswith("nothing is known")
         assert self.decided(made, 30.0) == "fallback"
+
+    def test_a_target_that_stops_to_count_leaves_the_start_in_force(self) -> None:
+        made = self.holding()
+        for i in range(300):  # of 80 ms, so that no TPOT of 50 ms can be met
+            made.observe_step(step(25.0 + 0.08 * i, 0.08))
+        assert self.decided(made, 50.0) == "fallback"
+        assert made._targets.unmet == "TPOT 50 ms"
+        assert made._comparison.said.startswith("nothing is known")
 
     def test_what_was_counted_before_a_pause_does_not_count_after_it(self) -> None:
         made = self.holding()

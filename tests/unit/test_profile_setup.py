@@ -11,6 +11,8 @@ import pytest
 from autotune.measure.evaluate import Interrupted
 from autotune.profiling.calibrate import Alone, draw_setup, request_alone
 from autotune.profiling.points import points
+from autotune.profiling.reporting import Silent
+from autotune.profiling.session import Session
 from autotune.profiling.setup import (
     MOST_RATE,
     TARGET_RATE,
@@ -27,6 +29,7 @@ from autotune.profiling.setup import (
     spread_seeds,
     typical_step,
 )
+from autotune.profiling.study import open_study
 from autotune.profiling.timing import Meter, Schedule
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
@@ -160,6 +163,21 @@ def test_fresh_seeds_are_light_and_heavy_as_the_workload_is() -> None:
         assert place / 6 - 0.1 <= sum(other < mine for other in every) / 400 <= (place + 1) / 6 + 0.1
     even = [tokens(seed) for seed in balanced_seeds(load, 7, 6, 1.0, 10.0)]
     assert max(even) - min(even) < 0.3 * (brought[-1] - brought[0])
+
+
+@pytest.mark.parametrize(("workload", "rate", "share"), [
+    ("azure-conv", 35.0, 0.52), ("azure-conv", None, 0.38), ("finite", 35.0, 0.38),
+])  # fmt: skip
+def test_the_time_for_a_capacity_that_is_not_looked_for_goes_into_validating(
+    tmp_path: Path, workload: str, rate: float | None, share: float
+) -> None:
+    rows = tuple(TraceRow(time=i / 20, prompt_tokens=40, output_tokens=6) for i in range(2000))
+    load = Workload("trace", "", Trace("a.csv", rows)) if workload == "finite" else parse_workload(workload)
+    requested = question(workload=load, budget_s=60.0, rate=rate)
+    with open_study(tmp_path / "a.journal", {"q": 1}) as study:
+        made = Session(machine(), FACTS, requested, study, Silent())
+        assert made._context.schedule.validation == pytest.approx(share)
+        assert made._context.schedule == Schedule.of(60.0, capacity=share < 0.5)
 
 
 def test_a_budget_is_divided_and_kept() -> None:

@@ -55,9 +55,9 @@ def rms_norm(
     """``y / sqrt(mean(y²) + eps) · weight`` over the last dimension (Zhang and Sennrich 2019).
 
     ``x [rows, width]``; ``y`` is ``x``, or with ``residual [rows, width]`` their sum, which is written back to ``residual``.
-    The sum is rounded to the residual's dtype first, as when a model
-    adds and norms in two operations; all else is float32 with one rounding at the end. Returns ``out``, by default a new
-    tensor like ``x``; it may be ``x`` itself. Raises ``ValueError`` for shapes that do not fit.
+    The sum is rounded to the residual's dtype first, as when a model adds and norms in two operations; all else is float32
+    with one rounding at the end. Returns ``out``, by default a new tensor like ``x``; it may be ``x`` itself. Raises
+    ``ValueError`` for shapes that do not fit.
     """
     rows, width = _checked("x", x)
     if weight.shape != (width,) or not weight.is_contiguous():

@@ -95,7 +95,7 @@ class StartComparison:
     def said(self) -> str:
         """The shares, in words."""
         if not self._ours:
-            return "nothing is known of other knobs since the targets changed: the starting knobs stay"
+            return "nothing is known of other knobs any more: the starting knobs stay"
         if len(self._starts) < constants.FEW:
             return f"{share(self._ours):.0%} of requests met their targets: trying the starting knobs"
         start, ours = share(self._starts), share(self._ours)
