@@ -130,10 +130,9 @@ class Session(Sweep):
         host: Clock | None = None,
     ) -> None:
         target = EngineTarget(engine, model, question.workload)
-        looks_further = (
-            question.rate is None or question.workload.finite
-        )  # whose requests would not last for longer windows
-        schedule = schedule or Schedule.of(question.budget_s, capacity=looks_further)
+        # the requests of a finite workload might not last for longer windows
+        short = question.rate is None or question.workload.finite
+        schedule = schedule or Schedule.of(question.budget_s, capacity=short)
         super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
     def _at_rate(self, setup: Setup) -> Setup:
