@@ -126,6 +126,22 @@ def test_a_cause_says_what_a_knob_follows_from() -> None:
     assert not any(re.search(r"\b0 (ms|steps)", d.cause) for d in attached.decisions)
 
 
+def test_a_ceiling_above_the_budgets_of_steps_is_of_whole_tiles_and_rises_again() -> None:
+    """Below one that is not, the largest steps would end in the middle of a tile."""
+    engine = SimulatedEngine(h200, knobs=VLLM)
+    with control(engine, slo=INTERACTIVE) as attached:
+        load = poisson(15, 10, 1000, 50, seed=8)
+        engine.play(load)
+        engine.set_slo(SLO(ttft_ms=500, tpot_ms=12))
+        engine.play([(engine.now + at, prompt, output) for at, prompt, output in load])
+        strict = engine.knobs.token_budget
+        engine.set_slo(SLO(ttft_ms=500, tpot_ms=60))
+        engine.play([(engine.now + at, prompt, output) for at, prompt, output in load])
+        ceilings = {d.new["token_budget"] for d in attached.decisions if d.action == "set"}
+    assert strict < 1024 < engine.knobs.token_budget
+    assert len(ceilings) > 2 and not any(ceiling % 256 for ceiling in ceilings)
+
+
 def test_says_that_a_target_cannot_be_met_and_goes_for_throughput() -> None:
     engine = SimulatedEngine(slow_cpu, knobs=Knobs(8, 0, 128, 128), limits=KnobLimits(256, 100, 2048, 2048))
     with control(engine, slo=SLO(tpot_ms=4)) as attached:

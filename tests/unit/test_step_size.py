@@ -70,6 +70,15 @@ class TestFullStep:
         assert within == 250
         assert (found > within) == better
 
+    def test_where_each_step_has_a_budget_a_longer_one_that_leaves_a_shorter_mean_gap_is_preferred(self) -> None:
+        """Any prompt costs 5 ms more. The first size that carries the load has gaps of 13 ms, one of 700 tokens of 10.5."""
+
+        def seconds(n: int) -> float:
+            return 0.009 if n <= 20 else 0.0135 + 22e-6 * n
+
+        alone, budgeted = (full_step(seconds, 20, 0.0145, 7_000.0, TOP, 100, None, long)[0] for long in (1.0, 0.35))
+        assert 20 + 32 < alone < budgeted < 1000
+
     def test_a_step_time_that_decodes_alone_exceed_leaves_nothing_to_find(self) -> None:
         assert full_step(linear, 2000, 0.03, 30_000.0, TOP, 100) == (1120, 1120)
 

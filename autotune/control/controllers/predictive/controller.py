@@ -286,12 +286,11 @@ class PredictiveController:
             prefill = self.model.most_prefill(
                 decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
             )
-            budget = max(budget, decodes + int(min(prefill, 1e9)), batch)
-        least = self.start.token_budget if self._unsteady else constants.FLOOR
-        budget = max(least, budget)
-        if not self._budgeted:  # else each step is rounded by itself
+            budget = max(budget, decodes + int(min(prefill, 1e9)))
+        if not (self._budgeted and self._steps.prefill_quantum):  # that is as large as it should be
             budget = whole_tiles(budget, decodes, self._steps.tile)
-        budget = min(limits.token_budget, budget)
+        least = self.start.token_budget if self._unsteady else constants.FLOOR
+        budget = min(limits.token_budget, max(least, batch if self._budgeted else 0, budget))
         chunk = min(limits.chunk_size, budget)
         why = self._why(budget, batch, limits.token_budget, _ms(target))
         if not (self._budgeted or self._beyond):
@@ -368,8 +367,9 @@ class PredictiveController:
                 return decodes
         requests = self._traffic.requests(self._usual.per_second)
         attains = None if requests is None else self._attains(decodes, target * self._learned.bias, requests)
+        long = constants.LONG_BUDGETED if self._budgeted else constants.LONG
         size, self._full = full_step(
-            lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full, attains
+            lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full, attains, long
         )
         self._beyond = size > self._full
         self._steps.prefill_quantum = size - decodes if self._beyond and gap == math.inf else 0

@@ -4,9 +4,9 @@ Where knobs alone hold, a wrong decision costs goodput until something tells, an
 what it is wrong about. So requests are counted by the knobs that they came under, and the shares that met every feasible target
 are compared. The starting knobs come back when theirs is higher by more than chance (``SURE`` standard errors). They are left
 again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time; where they
-serve most requests in time (``KEPT``) and others served worse, it is ``LONGEST_PAUSE_S``. New targets make what was seen
-worthless, not the knobs: starting knobs that hold do so for ``TRIAL_S`` more, and on while nearly all requests are in time
-(``FINE``).
+serve most requests in time (``KEPT``), and others served fewer, by chance or not, it is ``LONGEST_PAUSE_S``. New targets make
+what was seen worthless, not the knobs: starting knobs that hold do so for ``TRIAL_S`` more, and on while nearly all requests
+are in time (``FINE``).
 
 Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
 (``worth_trying``).
@@ -73,10 +73,8 @@ class StartComparison:
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
             lost = (half or in_force >= constants.TRIAL_S) and worse(self._starts, self._ours, constants.CERTAIN)
             due = now >= self._until and len(self._starts) >= constants.FEW and share(self._starts) < constants.FINE
-            known = (
-                share(self._starts) >= constants.KEPT and worse(self._ours, self._starts) and now < self._known_until
-            )
-            self._holds = not (lost or (due and not known))
+            kept = share(self._starts) >= constants.KEPT and worse(self._ours, self._starts, errors=0.0)
+            self._holds = not (lost or (due and not (kept and now < self._known_until)))
         return self._holds
 
     def decided(self, now: float, at_start: bool) -> None:

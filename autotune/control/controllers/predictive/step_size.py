@@ -8,7 +8,8 @@ second:
   be read), and where the machine is overloaded. There, prompts may come together in few large steps. A share
   f = N·t(n)/(n − D) of the time goes into those, decodes alone have the rest, and a token's mean gap is
   h = t(D) / (1 − N·(t(n) − t(D))/(n − D)). Of the sizes with f below 0.9 and h of at most τ, the one with the least
-  h + (t(n) − τ): the mean is the same for whole ranges of sizes, and a short answer meets few steps of either kind;
+  h + l·(t(n) − τ): the mean is the same for whole ranges of sizes, and a short answer meets few steps of either kind. l is 1
+  where knobs alone hold. Where each step has a budget of its own, the slack of all decodes pays for a long one, and l is less;
 - and only if more requests are in time than in steps within the target (:mod:`.attainment_model`).
 
 Units: tokens, seconds. Failure mode: steps within the target that are thought to carry less than they do, for a demand that
@@ -35,10 +36,11 @@ def full_step(
     top: int,
     guess: int,
     attains: Callable[[int], float] | None = None,
+    long: float = constants.LONG,
 ) -> tuple[int, int]:
     """The tokens of a step, at most ``top``, and those of the largest step within the target; ``guess`` is about the latter.
 
-    ``attains``: the share of requests in time where steps hold so many tokens; None: not known.
+    ``attains``: the share of requests in time where steps hold so many tokens; None: not known. ``long``: l of the module.
     """
     within = largest(lambda n: seconds(n) <= target, top, guess)
     carried = _rate(seconds, decodes, within)
@@ -51,7 +53,7 @@ def full_step(
         took = seconds(n)
         if demand * took < constants.BUSY * (n - decodes):
             gap = alone / (1 - demand * (took - alone) / (n - decodes)) if decodes else 0.0
-            cost = gap + constants.LONG * max(0.0, took - target)
+            cost = gap + long * max(0.0, took - target)
             if 0 <= gap <= target and cost < least:
                 best, least = n, cost
         size *= constants.GROWTH
