@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.controller import __main__ as command
-from benchmarks.controller.attribution import HINDSIGHT, Attribution
+from benchmarks.controller.attribution import EVERYTHING, HINDSIGHT, Attribution
 from benchmarks.controller.contenders import (
     COLUMNS,
     CONTENDERS,
@@ -100,6 +100,12 @@ class TestRatios:
         told = Attribution({("M1", OURS): {2: outcome(40)}}, ORACLES)
         assert told.ratio("M1", OURS, "full") == pytest.approx(0.5)
 
+    def test_nothing_is_above_all_requests_in_time(self) -> None:
+        told = Attribution({("M1", OURS): {2: outcome(40)}, ("M1", "aimd-full"): {1: outcome(50)}}, ORACLES)
+        assert told.ratio("M1", EVERYTHING, "full") == pytest.approx(200 / 160)
+        assert math.isnan(told.ratio("M1", EVERYTHING, "knobs"))
+        assert f"{EVERYTHING:<24}{'':>60}{'1.250 (1.250)':>20}" in told.tables()
+
     def test_the_best_rival_is_the_one_that_ours_is_least_ahead_of(self) -> None:
         ran = found(
             M1__predictive=80, M3__predictive=80, M1__aimd_full=80, M3__aimd_full=64, M1__bisection_full=70,
@@ -122,6 +128,7 @@ class TestRatios:
         assert told["full_vs_best_static_with_admission_mean"] == pytest.approx((1 + 1.05 + 1.1) / 3)
         assert told["full_vs_best_static_with_admission_min"] == pytest.approx(1.0)
         assert told["full_vs_best_static_with_admission_shift"] == pytest.approx(1.075)
+        assert told["all_in_time_vs_best_static_with_admission_shift"] == pytest.approx(100 / 80)
         assert told["unseen_full_vs_best_static_with_admission_mean"] == pytest.approx(0.75)
         assert told["full_vs_best_rival_with_admission_mean"] == pytest.approx(1.0)
         assert math.isnan(told["gpu_truth_full_mean"])
@@ -152,7 +159,7 @@ class TestShown:
         assert aimd == ["aimd", "0.800", "(0.800)", "0.700", "(0.500)"]
         assert all(layer in lines[1] for layer in LAYERS.values())
         assert "those that shift" in lines and "never tuned on" not in lines
-        assert any(line.split() == ["M3*", "0.500", "1.100"] for line in lines)
+        assert any(line.split() == ["M3*", "0.500", "1.100", "1.250"] for line in lines)
         assert "× the best rival, aimd" in text
 
     def test_the_plot_is_one_page_with_a_line_for_each(self) -> None:
