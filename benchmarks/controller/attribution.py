@@ -22,7 +22,7 @@ from benchmarks.controller.scenarios import MATRIX, MEASURED, SCENARIOS, UNSEEN
 
 HINDSIGHT = "best static"
 EVERYTHING = "all in time"
-"""Whoever serves every request in time: no ratio can be higher."""
+"""Whoever serves every request in time: no ratio can be higher where all ran the same seeds."""
 _DRAWN_RIVALS = 4
 
 Found = Mapping[tuple[str, str], Mapping[int, Outcome]]
@@ -70,7 +70,7 @@ class Attribution:
         return share_of(sum(o.met for o in by_seed.values()), sum(full.single_met[seed] for seed in by_seed))
 
     def _most(self, scenario: str, baseline: Mapping[int, int]) -> float:
-        """Requests that came over those that ``baseline`` has in time, of seeds that were run."""
+        """Requests that came over those that ``baseline`` has in time, of the seeds that anybody ran."""
         offered = {
             seed: o.offered
             for (name, _), by_seed in self._found.items()

@@ -101,10 +101,13 @@ class TestRatios:
         assert told.ratio("M1", OURS, "full") == pytest.approx(0.5)
 
     def test_nothing_is_above_all_requests_in_time(self) -> None:
-        told = Attribution({("M1", OURS): {2: outcome(40)}, ("M1", "aimd-full"): {1: outcome(50)}}, ORACLES)
-        assert told.ratio("M1", EVERYTHING, "full") == pytest.approx(200 / 160)
+        full = best(80)._replace(single_met={1: 80, 2: 40})
+        ran = {("M1", OURS): {2: outcome(40)}, ("M1", "aimd-full"): {1: outcome(50), 2: outcome(50)}}
+        told = Attribution(ran, {"M1": Oracles(best(90, 10), None, best(82), full)})
+        assert told.ratio("M1", EVERYTHING, "full") == pytest.approx(200 / 120)
         assert math.isnan(told.ratio("M1", EVERYTHING, "knobs"))
-        assert f"{EVERYTHING:<24}{'':>60}{'1.250 (1.250)':>20}" in told.tables()
+        assert f"{EVERYTHING:<24}{'':>60}{'1.667 (1.667)':>20}" in told.tables()
+        assert told.figures()["all_in_time_vs_best_static_with_admission_mean"] == pytest.approx(200 / 120)
 
     def test_the_best_rival_is_the_one_that_ours_is_least_ahead_of(self) -> None:
         ran = found(

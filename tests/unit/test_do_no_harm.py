@@ -218,10 +218,17 @@ class TestStartComparison:
     def test_a_good_start_is_left_after_the_pause_unless_others_served_worse_by_chance_or_not(
         self, now: float, stays: bool
     ) -> None:
-        """0.842 and 0.871 of the requests so far, the others 0.85."""
+        """0.840 and 0.871 of the requests so far, the others 0.856."""
         made = self.held(0.95, 0.85)
         self.serve(made, 210, 210 + OURS, now)
         assert made.holds(20.0 + PAUSE_S - 1, False)
+        assert made.holds(20.0 + PAUSE_S + 1, False) is stays
+
+    @pytest.mark.parametrize(("now", "stays"), [(0.45, False), (0.55, True)])
+    def test_a_start_that_serves_six_in_ten_is_a_good_one(self, now: float, stays: bool) -> None:
+        made = self.held(0.95, 0.3)
+        self.serve(made, 210, 210 + OURS, now)
+        assert sum(made._starts) / len(made._starts) == pytest.approx(0.59 if now < 0.5 else 0.66, abs=0.01)
         assert made.holds(20.0 + PAUSE_S + 1, False) is stays
 
     @pytest.mark.parametrize(("share", "stays"), [(1.0, True), (0.85, False), (0.5, False)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -140,6 +141,47 @@ def test_a_ceiling_above_the_budgets_of_steps_is_of_whole_tiles_and_rises_again(
         ceilings = {d.new["token_budget"] for d in attached.decisions if d.action == "set"}
     assert strict < 1024 < engine.knobs.token_budget
     assert len(ceilings) > 2 and not any(ceiling % 256 for ceiling in ceilings)
+
+
+def test_a_ceiling_does_not_move_between_two_tiles_when_predictions_scatter() -> None:
+    engine = SimulatedEngine(h200, knobs=VLLM, noise=0.1, seed=1)
+    slo = SLO(ttft_ms=1000, tpot_ms=14)
+    with control(engine, slo=slo) as attached:
+        engine.play(poisson(22, 20, 1200, 120, seed=8))
+        budgets = [d.new["token_budget"] for d in attached.decisions if d.action == "set"]
+    moves = [after for before, after in pairwise(budgets) if after != before]
+    assert len(moves) <= 3, budgets
+
+
+@pytest.mark.parametrize("budgeted", [True, False])
+def test_a_limit_that_is_no_whole_tile_is_used_up(budgeted: bool) -> None:
+    start, slo = Knobs(1024, 0, 2000, 2000), SLO(ttft_ms=1000, tpot_ms=60)
+    engine = SimulatedEngine(h200, knobs=start, limits=KnobLimits(1024, 0, 2000, 2000))
+    controller = PredictiveController(slo, start)
+    with control(engine, slo=slo, controller=controller if budgeted else KnobsOnly(controller)) as attached:
+        engine.play(poisson(22, 10, 1200, 120, seed=8))
+        assert {d.new["token_budget"] for d in attached.decisions if d.action == "set"} <= {2000}
+        assert controller.regime == "demand-limited", "nothing was learned"
+
+
+def test_sizes_of_steps_that_have_budgets_of_their_own_are_looked_for_by_their_own_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where prompts come together, in longer steps than knobs alone would have."""
+
+    def launched(step: StepFeatures) -> float:
+        return 0.0135 + 22e-6 * step.prefill_tokens if step.prefill_tokens else 0.0084
+
+    slo, sizes = SLO(ttft_ms=250, tpot_ms=15), []
+    for budgeted in (False, True):
+        engine = SimulatedEngine(launched, knobs=VLLM)
+        controller = PredictiveController(slo, VLLM)
+        with control(engine, slo=slo, controller=controller if budgeted else KnobsOnly(controller)):
+            engine.play(poisson(30, 20, 220, 60, seed=3))
+            with monkeypatch.context() as patched:
+                patched.setattr(type(controller._demand), "per_second", 7000.0)
+                sizes.append(controller._ceiling_for(20, 0.0143, 8192))
+    assert 100 < sizes[0] < sizes[1]
 
 
 def test_says_that_a_target_cannot_be_met_and_goes_for_throughput() -> None:

@@ -1,4 +1,4 @@
-"""How large steps may be where knobs are all there is, and what load is asked for."""
+"""How large steps may be where those within the target do not carry the load, and what load is asked for."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TestFullStep:
         assert (found > within) == better
 
     def test_where_each_step_has_a_budget_a_longer_one_that_leaves_a_shorter_mean_gap_is_preferred(self) -> None:
-        """Any prompt costs 5 ms more. The first size that carries the load has gaps of 13 ms, one of 700 tokens of 10.5."""
+        """Any prompt costs 5 ms more. The first size that carries the load, 175 tokens, has gaps of 14.5 ms, 706 tokens 11.3."""
 
         def seconds(n: int) -> float:
             return 0.009 if n <= 20 else 0.0135 + 22e-6 * n

@@ -8,9 +8,10 @@ actual/predicted and τ the TPOT target:
   ever seen (at least 64), or than stay below a slow region (:mod:`.trusted_model`). What
   D decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
-- ``token_budget``: D plus the P that a step of 2τ holds (at least 64, and a token for each slot), a ceiling for the per-step
-  budget. Where the engine asks for no such budget (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what
-  fits τ, or what carries the load (:mod:`.step_size`);
+- ``token_budget``: D plus the P that a step of 2τ holds, in whole tiles (at least 64, a token for each slot, and prompts that
+  had better come together), a ceiling for the per-step budget. Where the engine asks for no such budget
+  (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what fits τ, or what carries the load
+  (:mod:`.step_size`);
 - ``chunk_size``: the whole budget; where knobs are all there is, less if long prompts that have time would hold up those that
   have none (:class:`.step_size.Chunks`);
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing;
@@ -286,8 +287,12 @@ class PredictiveController:
             prefill = self.model.most_prefill(
                 decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
             )
-            budget = max(budget, decodes + int(min(prefill, 1e9)))
-        if not (self._budgeted and self._steps.prefill_quantum):  # that is as large as it should be
+            room = decodes + int(min(prefill, 1e9))
+            if self._steps.prefill_quantum:  # the budget is a size that was looked for
+                budget = max(budget, self._ceiling_in_tiles(room, knobs.token_budget, limits.token_budget))
+            else:
+                budget = self._ceiling_in_tiles(max(budget, room), knobs.token_budget, limits.token_budget)
+        elif budget < limits.token_budget:
             budget = whole_tiles(budget, decodes, self._steps.tile)
         least = self.start.token_budget if self._unsteady else constants.FLOOR
         budget = min(limits.token_budget, max(least, batch if self._budgeted else 0, budget))
@@ -374,6 +379,19 @@ class PredictiveController:
         self._beyond = size > self._full
         self._steps.prefill_quantum = size - decodes if self._beyond and gap == math.inf else 0
         return max(size, decodes + 16)
+
+    def _ceiling_in_tiles(self, tokens: int, in_force: int, top: int) -> int:
+        """A ceiling of at most ``tokens``, in whole tiles unless it is all that the engine takes (``top``).
+
+        The one in force, if it is of whole tiles, stays while ``tokens`` are not a tenth fewer: predictions that scatter about
+        the edge of a tile would move it at each decision.
+        """
+        if tokens >= top:
+            return top
+        ceiling = whole_tiles(tokens, 0, self._steps.tile)
+        if ceiling < in_force <= constants.NEAR * tokens and in_force == whole_tiles(in_force, 0, self._steps.tile):
+            return in_force
+        return ceiling
 
     def _why(self, budget: int, batch: int, top: int, target: str) -> str:
         """Why ``token_budget`` is to be ``budget``: what it was that had the last word."""
