@@ -162,6 +162,9 @@ def test_a_limit_that_is_no_whole_tile_is_used_up(budgeted: bool) -> None:
         engine.play(poisson(22, 10, 1200, 120, seed=8))
         assert {d.new["token_budget"] for d in attached.decisions if d.action == "set"} <= {2000}
         assert controller.regime == "demand-limited", "nothing was learned"
+    assert controller._ceiling_in_tiles(2010, 512, 2000) == 2000
+    assert [controller._ceiling_in_tiles(tokens, 1024, 2000) for tokens in (900, 940, 1100)] == [768, 1024, 1024]
+    assert controller._ceiling_in_tiles(940, 1000, 2000) == 768, "the one in force is of no whole tile"
 
 
 def test_sizes_of_steps_that_have_budgets_of_their_own_are_looked_for_by_their_own_weight(

@@ -16,9 +16,7 @@ GAIN = (0.6, 4.0)  # bounds of the gain
 MISSED = (0.01, 0.05)  # share of requests that may miss a step-time target under load, at least and at most
 BUSY = 0.9  # share of the time that may go into steps with prompts (M9, M10)
 LONG = 1.0  # what a second of a step beyond the target counts beside a second of the mean gap (M9, M10)
-LONG_BUDGETED = (
-    0.35  # the same where each step has a budget of its own (M9, M9~stalls, M10, M13, U2, U3, G3, G5, G6, G8)
-)
+LONG_BUDGETED = 0.35  # the same with step budgets (M9 and with stalls, M10, M13, U2, U3, G3, G5, G6, G8)
 DEMAND_S = 5.0  # memory of the demand (M2, M4, M9, M10, M14)
 HOLDS_UP = 0.5  # of the tightest TTFT: a prompt that has time and takes longer is cut (M6, M7, U3, G4 and six more)
 COMPUTED = 0.75  # of its TTFT target: time for a long prompt to be computed in (M6)
