@@ -167,9 +167,13 @@ def serve(
         raise InputError("name a model, such as tiny, or a --profile that does; see autotune serve --help")
     known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
     if start_with is not None and known is None:
+        steps = (
+            "SLO and KV pool are used, its step times are not"
+            if isinstance(serving, InProcess)
+            else "SLO and step times are what the controller starts with"
+        )
         print(
-            f"note: {profile} was measured with {start_with.model.name}, not with {name}: its knobs, SLO and KV pool are used, "
-            "its step times are not",
+            f"note: {profile} was measured with {start_with.model.name}, not with {name}: its knobs, {steps}",
             file=sys.stderr,
         )
     target = (None if slo is None else checked("--slo", SLO.parse, slo)) or (start_with.slo if start_with else None)

@@ -76,12 +76,14 @@ class Control(ReportsRates):
         self.controller = controller
         self.observe_only = observe_only
         self._engine = engine
-        self._admission = AdmissionAdapter(engine, admission)
         self._interval, self._next = interval_s, -math.inf
         self._lock = threading.RLock()
         self._attainment = AttainmentTracker(engine, slo)
         self._drift = drift
         self._watchdog = Watchdog(engine)
+        self._admission = AdmissionAdapter(
+            engine, admission
+        )  # after a look at the engine: what was posted to it is in force
         self._paused = self._ended = False
         self._failure: Exception | None = None  # what a budget raised
         self.failed: Exception | None = None

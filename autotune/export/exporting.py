@@ -161,7 +161,8 @@ def export(
 def _export(target: ExportTarget, source: S, rows: Rows[S], allow_lossy: bool) -> Export:
     entries = tuple(_apply(source, rows))
     _refuse_losses(target, entries, allow_lossy)
-    warnings = tuple(one_line(text) for text in source.warnings(target.title))
+    written = {key for entry in entries for key in entry.written}
+    warnings = tuple(one_line(text) for text in source.warnings(target.title, written))
     made = Export(target, source, entries, warnings)
     for constraint in target.constraints:
         if complaint := constraint(made.written):

@@ -4,7 +4,7 @@ measured."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from autotune.engines.named import ours
@@ -14,6 +14,9 @@ from autotune.profile.fingerprint import describe
 from runtime.knobs import Knobs
 
 _AS_THEN = "The settings are those of that measurement: EXACT, unless a note says approximate."
+_BUT_OPTIONS = (
+    "With all its options of then, the settings are those of that measurement: EXACT, unless a note says approximate."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class Source(ABC):
         """Where the setting comes from, by what each line is about."""
 
     @abstractmethod
-    def warnings(self, title: str) -> Iterator[str]:
-        """What to know before relying on it."""
+    def warnings(self, title: str, written: Collection[str]) -> Iterator[str]:
+        """What to know before relying on it. ``written``: the keys that the file holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,8 @@ class ProfiledEngine(Source):
     def origin(self, title: str) -> str:
         engine = self.profile.engine
         if self.measured_there:
-            return f"The figures below were measured on {title} {engine.version}. {_AS_THEN}"
+            as_then = _BUT_OPTIONS if engine.options else _AS_THEN
+            return f"The figures below were measured on {title} {engine.version}. {as_then}"
         whose = f"this project's own engine ({engine})" if ours(engine.name) else str(engine)
         return f"The figures below were measured on {whose}, not on {title}. {_a_start(title)}"
 
@@ -110,7 +114,7 @@ class ProfiledEngine(Source):
             "verdict": p.verdict,
         }  # fmt: skip
 
-    def warnings(self, title: str) -> Iterator[str]:
+    def warnings(self, title: str, written: Collection[str]) -> Iterator[str]:
         profile = self.profile
         if profile.machine.kind == "cpu":
             yield _on_a_cpu(profile.machine)
@@ -119,6 +123,13 @@ class ProfiledEngine(Source):
                 f"measured with model {profile.model.name}, exported for {self.model}: the step times of {self.model} are "
                 "different"
             )
+        held = {key.replace("-", "_").removeprefix("no_") for key in written}
+        options = {
+            n: v for n, v in profile.engine.options.items() if n not in {*held, "load_format"}
+        }  # or: random weights
+        if self.measured_there and options:
+            given = ", ".join(f"{name}={value}" for name, value in options.items())
+            yield f"{title} was started with {given} when this was measured, which the file does not hold: give it the same"
         if self.model is None:
             yield (
                 f"measured with {profile.model.name}, a shape with random weights that no published model has: replace MODEL by "
@@ -165,12 +176,17 @@ class ProfiledCallable(Source):
             "verdict": p.verdict,
         }
 
-    def warnings(self, title: str) -> Iterator[str]:
+    def warnings(self, title: str, written: Collection[str]) -> Iterator[str]:
         profile = self.profile
         if profile.machine.kind == "cpu":
             yield _on_a_cpu(profile.machine)
         if self.point is None:
             yield f"only the adaptive strategy was tried, whose knobs are ceilings; {title} waits as long as it is allowed to"
+        elif not self._recommended and self.knobs.max_batch_size == 1:
+            yield (
+                f"the recommended strategy is adaptive, which {title} does not have, and the only fixed setting that was tried "
+                "is a call for each item: profile with --strategy dynamic for another"
+            )
         elif not self._recommended:
             yield (
                 f"the recommended strategy is adaptive, which {title} does not have: this is the best fixed setting that was "
@@ -180,13 +196,16 @@ class ProfiledCallable(Source):
 
 
 def callable_source(target: str, profile: CallableProfile, profile_name: str, model: str | None) -> ProfiledCallable:
-    """The recommended setting where it is a fixed one; else the best fixed one that was tried, measured before simulated."""
+    """The recommended setting where it is a fixed one; else the best fixed one that was tried, measured before simulated.
+
+    A call for each item is always tried, to be compared with: it is the best only where there is no other.
+    """
     point = profile.points[0]
     if profile.strategy != "dynamic":
         fixed = [p for p in profile.points if p.strategy == "dynamic"]
         if not fixed:
             return ProfiledCallable(target, profile_name, profile.knobs, model, profile, None)
-        point = max(fixed, key=lambda p: (p.source == "measured", p.goodput))
+        point = max(fixed, key=lambda p: (p.knobs.max_batch_size > 1, p.source == "measured", p.goodput))
     return ProfiledCallable(target, profile_name, point.knobs, model, profile, point)
 
 

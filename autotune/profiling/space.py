@@ -34,6 +34,9 @@ _SMALL_STEPS = (
     (1, 1, 1.6),
 )  # fmt: skip
 
+_COARSE = 1.0
+"""Width of a range from which on its values are tenths."""
+
 _RANGE = re.compile(r"^(?P<low>[^:]*):(?P<high>[^:]*)$")
 
 
@@ -76,7 +79,8 @@ class SearchSpace:
         return made
 
     def knobs(self, params: Mapping[str, float]) -> Knobs:
-        """Knobs of a trial: round numbers. A chunk longer than the budget acts like the budget, so it is written as that.
+        """Knobs of a trial: round numbers, as far as pins and ranges have them. A chunk longer than the budget acts like the
+        budget, so it is written as that, where it was not asked for.
 
         A knob that the trial is older than is at its default.
         """
@@ -84,13 +88,17 @@ class SearchSpace:
         for spec in KNOBS:
             if spec.name not in values and not spec.required:
                 continue
+            if spec.name not in self.ranges:
+                continue
+            low, high = self.ranges[spec.name]
             if not spec.integer:
-                values[spec.name] = round(values[spec.name], 1)
-            elif spec.log and spec.name in self.ranges:
-                low, high = self.ranges[spec.name]
+                fine = high - low < _COARSE  # or tenths would be most of the range
+                values[spec.name] = min(max(round(values[spec.name], 4 if fine else 1), low), high)
+            elif spec.log:
                 values[spec.name] = int(min(max(round_number(values[spec.name]), low), high))
         if "chunk_size" not in self.pinned:
-            values["chunk_size"] = min(values["chunk_size"], values["token_budget"])
+            shortest = 0 if "chunk_size" in self.ours else int(self.ranges["chunk_size"][0])
+            values["chunk_size"] = max(min(values["chunk_size"], values["token_budget"]), shortest)
         return Knobs(**values)  # type: ignore[arg-type]  # integers for integer knobs, checked by Knobs
 
     def params(self, knobs: Knobs) -> dict[str, float]:

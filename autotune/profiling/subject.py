@@ -144,8 +144,8 @@ def read_inputs(path: Path) -> list[Any]:
             continue
         try:
             items.append(json.loads(line))
-        except (json.JSONDecodeError, RecursionError) as error:
-            why = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits
+            why = getattr(error, "msg", None) or ("nested too deep" if isinstance(error, RecursionError) else error)
             raise InputError(f"--inputs: {path}: line {number} is not JSON ({why}); write one value a line") from None
     if not items:
         raise InputError(f"--inputs: {path} holds no inputs; write one JSON value a line")

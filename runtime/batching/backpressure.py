@@ -60,7 +60,8 @@ class Backpressure:
 
     def left(self) -> None:
         """Items have left the queue."""
-        if (self._threads or self._tasks) and self._core.state.waiting <= _LOW_WATER * self._core.max_queue:
+        outside = self._core.state.outside  # of those, some may have gone in meanwhile, or timed out
+        if (self._threads or self._tasks or outside) and self._core.state.waiting <= _LOW_WATER * self._core.max_queue:
             self.release()
 
     def release(self) -> None:

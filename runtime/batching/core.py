@@ -189,7 +189,7 @@ class BatchCore:
             return Next(None, inf, ended)
         state.now = now
         state.knobs = knobs = self._knobs_for_call(now)
-        if self._again:
+        while self._again:
             items = [item for item in self._again.popleft() if item.state is not ENDED]
             if items:
                 found = fit(items, knobs.max_batch_size, knobs.token_budget, state.queue.padded)

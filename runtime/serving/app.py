@@ -229,6 +229,9 @@ def create_app(api: Api) -> FastAPI:
         kind = ChatRequest if request.url.path.startswith("/v1/chat") else CompletionRequest
         return complain(request, validation_error(error.errors(), kind.model_fields))
 
+    def unreadable(request: Request, error: Exception) -> Response:
+        return complain(request, ApiError(400, "the body cannot be read as JSON in UTF-8", code="invalid_json"))
+
     def no_such_place(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         allowed = (getattr(error, "headers", None) or {}).get("Allow", "other methods")
@@ -238,6 +241,7 @@ def create_app(api: Api) -> FastAPI:
     for kind in (ApiError, AutotuneError, Exception):
         app.add_exception_handler(kind, complain)
     app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(400, unreadable)
     app.add_exception_handler(404, no_such_place)
     app.add_exception_handler(405, no_such_place)
     return app

@@ -484,6 +484,18 @@ def test_a_model_of_diffusion_keeps_its_own_scheduler(folder: Path) -> None:
     assert unfit(config) == "it has a diffusion_config"
 
 
+def test_a_model_whose_prompts_cannot_be_cut_is_left_alone(folder: Path) -> None:
+    """A prompt above the token budget would wait for ever, and everything behind it."""
+    config = EngineArgs(
+        model=str(folder),
+        load_format="dummy",
+        dtype="float32",
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=8192,
+    ).create_engine_config()
+    assert unfit(config) == "chunked prefill is off, so no prompt may be longer than a step"
+
+
 def test_fewer_at_once_than_vllm_has_room_for_are_a_ceiling(serve: Callable[..., Served]) -> None:
     served = serve({**SLO, "controller": "static"}, max_num_active_seqs=3)
     assert served.engine.knobs.max_batch_size == served.engine.limits.max_batch_size == 3

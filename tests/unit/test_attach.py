@@ -256,6 +256,33 @@ def test_an_slo_changed_on_the_engine_is_the_controllers_from_then_on() -> None:
         assert attached.controller.target == pytest.approx(0.02, rel=0.5)
 
 
+class Posted(SimulatedEngine):
+    """Takes an admission policy at the next look at it, as an engine with a step in progress does."""
+
+    posted: list[AdmissionPolicy | bool | None]
+
+    def set_admission(self, policy: AdmissionPolicy | bool | None, **given: Any) -> None:
+        self.__dict__.setdefault("posted", []).append(policy)
+        self._given = given
+
+    def view(self) -> Any:
+        for policy in self.__dict__.pop("posted", []):
+            super().set_admission(policy, **self._given)
+        return super().view()
+
+
+def test_a_policy_switched_off_just_before_is_not_put_back() -> None:
+    engine = Posted(h200)
+    with control(engine, slo=SLO_, admission=True):
+        engine.view()
+        assert engine.admission == AdmissionPolicy()
+    with control(engine, slo=SLO_):
+        engine.view()
+        assert engine.admission is None
+    engine.view()
+    assert engine.admission is None
+
+
 def test_admission_is_on_while_it_is_attached() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO_, admission=True) as attached:

@@ -144,6 +144,21 @@ def test_the_items_of_a_dead_worker_run_once_more_together_and_then_fail() -> No
     assert rest is not None and [*rest.items] == items[4:]
 
 
+def test_a_retry_that_has_timed_out_does_not_hold_up_the_next_one() -> None:
+    core = core_of(Dynamic(), size=3, wait_ms=0)
+    items = [Item(None, 0.0, id=i, expires=1.5 if i == 1 else inf) for i in range(3)]
+    for item in items:
+        core.submit(item, 0.0)
+    call = core.next(0.0).call
+    assert call is not None and core.lost(call, 1.0, apart=True) == []
+    again = core.next(1.0).call
+    assert again is not None and [*again.items] == items[:1]
+    assert [e.item for e in core.expire(1.5)] == items[1:2]
+    core.done(again, 2.0)
+    last = core.next(2.0).call
+    assert last is not None and [*last.items] == items[2:], "it would be called for by nobody else"
+
+
 def test_a_retry_keeps_to_knobs_lowered_meanwhile() -> None:
     core = core_of(Dynamic(), size=4, wait_ms=0)
     items = fill(core, 4)

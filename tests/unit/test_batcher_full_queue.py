@@ -95,6 +95,21 @@ def test_a_timeout_holds_while_a_submit_waits_for_room() -> None:
     assert sorted(r.reason for r in heard.requests) == sorted([TIMEOUT, STOP, STOP])
 
 
+def test_who_timed_out_outside_is_not_waited_for_any_more() -> None:
+    """Nobody is outside once the queue has room: or a static batcher would never again wait for a full call."""
+    fn = Gated()
+    with Batcher(fn, max_batch_size=1, max_queue=1) as b:
+        first = b.submit(0)
+        fn.entered.acquire()
+        second = b.submit(1)
+        with pytest.raises(RequestTimeoutError):
+            b.submit(2, timeout_s=0.05).result(30)
+        assert b._pool.core.state.outside == 1
+        fn.gate.release(2)
+        assert (first.result(30), second.result(30)) == (0, 1)
+        assert b._pool.core.state.outside == 0
+
+
 async def test_a_task_cancelled_while_it_waits_for_room_has_one_outcome() -> None:
     fn, heard, b, tasks = await full()
     waiting = asyncio.create_task(b(9, timeout_s=0.05, request_id="gone"))

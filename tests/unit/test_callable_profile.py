@@ -293,6 +293,7 @@ FUNCTIONS = (
         (["--inputs", "none.jsonl"], "--inputs: none.jsonl cannot be read (No such file or directory)"),
         (["--inputs", "empty.jsonl"], "--inputs: empty.jsonl holds no inputs"),
         (["--inputs", "broken.jsonl"], "--inputs: broken.jsonl: line 3 is not JSON (Expecting value)"),
+        (["--inputs", "digits.jsonl"], "--inputs: digits.jsonl: line 1 is not JSON (Exceeds the limit"),
         (["--inputs", "latin.jsonl"], "--inputs: latin.jsonl is not a text file in UTF-8"),
         (
             ["--cost", "length"],
@@ -325,6 +326,7 @@ def test_wrong_options(
         "good.jsonl": '"text"\n5\n',
         "empty.jsonl": "\n  \n",
         "broken.jsonl": '"a"\n\nnope\n',
+        "digits.jsonl": "9" * 5000 + "\n",
     }.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "latin.jsonl").write_bytes(b'"\xe9"\n')

@@ -140,6 +140,12 @@ def test_the_best_fixed_setting_of_a_callable_is_taken_where_the_recommended_one
     assert not any("adaptive" in line for line in recommended.reports)
     slower = export(profile_of(SLOWER, DYNAMIC), TARGETS[to])
     assert slower.source.knobs == SLOWER.knobs, "the one that was recommended, for whatever reason"
+    compared = profile_of(ADAPTIVE, SLOWER, DYNAMIC)
+    alone = compared.points[1].model_copy(update={"source": "measured", "goodput": 1e6})  # a call for each item
+    compared = compared.model_copy(update={"points": (compared.points[0], alone, compared.points[2])})
+    assert export(compared, TARGETS[to]).source.knobs == DYNAMIC.knobs
+    single = export(profile_of(ADAPTIVE, SLOWER), TARGETS[to])
+    assert any("the only fixed setting that was tried is a call for each item" in line for line in single.reports)
     ceilings = export(profile_of(ADAPTIVE), TARGETS[to])
     assert ceilings.source.knobs == ADAPTIVE.knobs and any("ceilings" in line for line in ceilings.reports)
 

@@ -140,7 +140,15 @@ def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
     assert "gpu-memory-utilization" not in export.written
     assert {e.name: e.fit for e in export.entries if e.fit is not Fit.EXACT} == {"max_wait_ms": Fit.UNSUPPORTED}
     text = " ".join(export.text(Path("vllm.yaml")).replace("\n# ", " ").split())
-    assert "The figures below were measured on vLLM 0.32.0. The settings are those of that measurement: EXACT" in text
+    assert (
+        "The figures below were measured on vLLM 0.32.0. With all its options of then, the settings are those of"
+        in text
+    )
+    assert any("vLLM was started with enforce_eager=true when this" in line for line in export.warnings), (
+        "not in the file"
+    )
+    plain = made(knobs, gpu=gpu, model=model, engine={**VLLM_ITSELF, "options": {"dtype": "float32"}})
+    assert not any("was started with" in line for line in plain.warnings), "the file holds it"
     assert "engine vllm 0.32.0, started with load_format=dummy, enforce_eager=true" in text
     assert export.as_dict(Path("vllm.yaml"))["measured_on"] == "vllm 0.32.0"
     assert not any("approximate" in line for line in export.reports)

@@ -191,6 +191,9 @@ async def test_a_body_that_is_no_json() -> None:
         json_type = {"content-type": "application/json"}
         broken = await client.post("/v1/completions", content=b'{"prompt": ', headers=json_type)
         assert broken.status_code == 400 and "not valid JSON" in broken.json()["error"]["message"]
+        for body in (b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 100_000, b'{"max_tokens": ' + b"9" * 5000 + b"}"):
+            answer = await client.post("/v1/completions", content=body, headers=json_type)
+            assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
         form = await client.post("/v1/completions", data={"prompt": "a"})
         assert form.status_code == 400 and "content-type: application/json" in form.json()["error"]["message"]
 

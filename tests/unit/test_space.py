@@ -36,6 +36,26 @@ def test_a_trial_becomes_knobs_of_the_right_types() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pins", "ranges", "params"),
+    [
+        (["max_wait_ms=0.25"], [], {"max_batch_size": 7, "token_budget": 100, "chunk_size": 64}),
+        (
+            [],
+            ["max_wait_ms=0.01:0.04"],
+            {"max_batch_size": 7, "max_wait_ms": 0.022, "token_budget": 100, "chunk_size": 64},
+        ),
+        (["max_wait_ms=0", "token_budget=256"], ["chunk_size=512:2048"], {"max_batch_size": 7, "chunk_size": 700}),
+    ],
+)
+def test_whatever_was_asked_for_a_trial_keeps_to_it(
+    pins: list[str], ranges: list[str], params: dict[str, float]
+) -> None:
+    """Or none of them may be recommended."""
+    space = make_space(LIMITS, pins, ranges)
+    assert space.allows(space.knobs(params))
+
+
+@pytest.mark.parametrize(
     ("value", "number"),
     [(1, 1), (3.4, 3), (7, 7), (9, 8), (9.1, 10), (15.2, 16), (47, 48), (500, 512), (585, 640), (8192, 8192)],
 )

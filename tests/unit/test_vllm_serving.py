@@ -285,6 +285,51 @@ def test_an_option_takes_the_place_of_a_profile_s_argument(ran: Ran, tmp_path: P
     assert given == {"--kv-cache-dtype": "fp8", "--max-model-len": "256"} and words[-2:] == ["--dtype", "half"]
 
 
+SLO_ = ("serve", "./m", "--engine", "vllm", "--slo", "ttft=500ms")
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["--token-budget", "16384"], {"--max-num-batched-tokens": "16384"}),  # or vLLM's ceiling would be below it
+        (["--max-batch-size", "4096"], {"--max-num-batched-tokens": "4096", "--max-num-seqs": "4096"}),
+        (["--chunk-size", "1024"], {}),
+        (["--no-control"], {}),
+        (["--no-control", "--token-budget", "64"], {"--max-num-batched-tokens": "64", "--max-num-seqs": "64"}),
+        (["--no-control", "--max-batch-size", "8"], {"--max-num-seqs": "8"}),
+        (["--no-control", "--chunk-size", "96"], {"--long-prefill-token-threshold": "96"}),
+    ],
+)
+def test_knobs_given_by_hand_are_in_reach_and_without_a_controller_in_force(
+    words: list[str], flags: dict[str, str], ran: Ran
+) -> None:
+    with pytest.raises(SystemExit):
+        run([*SLO_, *words])
+    ((_, became),) = ran
+    known = ("--max-num-seqs", "--max-num-batched-tokens", "--long-prefill-token-threshold")
+    assert {word: became[i + 1] for i, word in enumerate(became) if word in known} == flags
+
+
+def test_without_a_controller_a_profile_s_setting_is_in_force(ran: Ran, tmp_path: Path) -> None:
+    measured = profile()
+    save_profile(measured, tmp_path / "p.yaml")
+    with pytest.raises(SystemExit):
+        run(["serve", "--engine", "vllm", "--profile", str(tmp_path / "p.yaml"), "--anyway", "--no-control"])
+    ((_, words),) = ran
+    assert words[words.index("--max-num-batched-tokens") + 1] == str(measured.knobs.token_budget)
+    assert words[words.index("--max-num-seqs") + 1] == str(
+        min(measured.knobs.max_batch_size, measured.knobs.token_budget)
+    )
+
+
+@pytest.mark.parametrize("option", [["--reject-late"], ["--relegate-late"], ["--max-wait-ms", "5"]])
+def test_what_vllm_alone_does_not_have_is_refused_without_a_controller(
+    option: list[str], ran: Ran, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*SLO_, "--no-control", *option]) == 2 and not ran
+    assert capsys.readouterr().err.startswith(f"error: {option[0]}: vLLM has no such thing of its own")
+
+
 # -- the status of a rejection ----------------------------------------------------------------------------------------------
 
 WORDS = f"{REJECTED}0.25 s: its first token would come too late"

@@ -23,6 +23,9 @@ from runtime.knobs import KnobLimits
 
 SCHEDULER: Final = "autotune.engines.vllm.Scheduler"
 _ADDITIONAL: Final = "--additional-config"
+_LEAST_SLOTS: Final = 128
+_LEAST_TOKENS: Final = 2048
+"""vLLM's default ceilings are no lower on any device."""
 MIDDLEWARE: Final = "autotune.engines.vllm.RejectionStatus"
 
 
@@ -132,6 +135,9 @@ def serve(requested: ToServe) -> NoReturn:
     """Become the ``vllm serve`` that ``autotune serve`` was asked for. Raises :class:`InputError`."""
     if requested.slo is None:
         raise InputError("--engine vllm tunes vLLM to an SLO: add --slo ttft=500ms,tpot=50ms, or a --profile with one")
+    limits = None if requested.profile is None else requested.limits
+    if not requested.controlled:
+        _no_controller(requested)
     run(
         ServeCommand(
             requested.model,
@@ -146,9 +152,11 @@ def serve(requested: ToServe) -> NoReturn:
                 off=not requested.controlled,
                 pinned=requested.pinned,
             ),
-            None if requested.profile is None else requested.limits,
+            limits if requested.controlled else None,
             requested.prefill_rate,
             {
+                **(_room_for(requested.pinned) if limits is None else {}),
+                **({} if requested.controlled else _as_flags(requested)),
                 "--host": requested.host,
                 "--port": requested.port,
                 "--dtype": requested.dtype,
@@ -161,6 +169,44 @@ def serve(requested: ToServe) -> NoReturn:
             (*as_options(requested.arguments), *requested.more),
         )
     )
+
+
+def _room_for(pinned: Mapping[str, float]) -> dict[str, int | None]:
+    """Ceilings for knobs ``pinned`` above what vLLM may have by default; None leaves one to it."""
+    slots = int(pinned.get("max_batch_size", 0))
+    tokens = max(slots, int(pinned.get("token_budget", 0)), int(pinned.get("chunk_size", 0)))
+    return {
+        "--max-num-seqs": slots if slots > _LEAST_SLOTS else None,
+        "--max-num-batched-tokens": tokens if tokens > _LEAST_TOKENS else None,
+    }
+
+
+def _no_controller(requested: ToServe) -> None:
+    """Raise :class:`InputError` for what vLLM by itself does not have."""
+    for given, option in (
+        (requested.reject_late, "--reject-late"),
+        (requested.relegate_late, "--relegate-late"),
+        (requested.pinned.get("max_wait_ms"), "--max-wait-ms"),
+    ):
+        if given:
+            raise InputError(
+                f"{option}: vLLM has no such thing of its own; it goes with --engine vllm without --no-control"
+            )
+
+
+def _as_flags(requested: ToServe) -> dict[str, int | None]:
+    """The setting of a profile, and what was given by hand, for a vLLM that nobody steers."""
+    knobs, given = requested.knobs, requested.pinned
+    every = requested.profile is not None
+    slots = min(knobs.max_batch_size, knobs.token_budget)  # vLLM takes no more sequences than tokens
+    flags: dict[str, int | None] = {}
+    if every or "max_batch_size" in given or "token_budget" in given:
+        flags["--max-num-seqs"] = slots
+    if every or "token_budget" in given:
+        flags["--max-num-batched-tokens"] = knobs.token_budget
+    if (every or "chunk_size" in given) and knobs.chunk_size < knobs.token_budget:
+        flags["--long-prefill-token-threshold"] = knobs.chunk_size
+    return flags
 
 
 def as_options(arguments: Mapping[str, str]) -> list[str]:

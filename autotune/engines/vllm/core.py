@@ -68,8 +68,10 @@ class VllmCore:
             raise InputError(f"vLLM cannot be tuned: {why}")
         self._llm = llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         scheduler = llm.engine_core.engine_core.scheduler
-        if scheduler.steering is None:
-            raise InputError(f"vLLM cannot be tuned: {scheduler.refused}")
+        if (
+            getattr(scheduler, "steering", None) is None
+        ):  # without the name: vLLM has found in the model what is not supported
+            raise InputError(f"vLLM cannot be tuned: {getattr(scheduler, 'refused', unfit(config))}")
         self._steering = scheduler.steer(
             self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True, contained=False
         )  # whoever waits for tokens would wait for ever, were vLLM to go on without the steering

@@ -81,6 +81,8 @@ def unfit(config: Any) -> str | None:
     for name in ("speculative_config", "diffusion_config", "kv_transfer_config", "ec_transfer_config"):
         if getattr(config, name, None) is not None:
             return f"it has a {name}"
+    if not getattr(getattr(config, "scheduler_config", None), "enable_chunked_prefill", True):
+        return "chunked prefill is off, so no prompt may be longer than a step"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "it is pipeline-parallel"
     if config.parallel_config.data_parallel_size > 1:  # ranks that are independent of each other say 1
