@@ -250,6 +250,7 @@ def serve(
         grace_s=grace,
         profile=None if profile is None else find_profile(profile),
         prefill_rate=prefill_rate(known) if known and isinstance(serving, ByCommand) else None,
+        longest=known.model.max_model_len if known else None,
         arguments={option: value for option, value in theirs.items() if by_hand.get(option) is None},
         more=tuple(more or ()),
     )

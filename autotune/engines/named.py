@@ -116,7 +116,8 @@ class ToServe:
 
     Only an engine that is served by a command of its own needs to know the rest: where to listen, what controls it
     (``controlled``: whether anything does), seconds of ``grace_s`` at the end, the ``profile``'s file, the ``prefill_rate`` by it
-    in prompt tokens a second, the ``arguments`` with which this very engine was profiled, and ``more``, what stood after ``--``.
+    in prompt tokens a second, the ``longest`` context of the model by it, the ``arguments`` with which this very engine was
+    profiled, and ``more``, what stood after ``--``.
     """
 
     model: str
@@ -148,6 +149,7 @@ class ToServe:
     grace_s: float
     profile: Path | None = None
     prefill_rate: float | None = None
+    longest: int | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
     more: tuple[str, ...] = ()
 

@@ -19,6 +19,10 @@ _BUT_OPTIONS = (
 )
 
 
+_NO_MATTER = ("load_format", "max_num_", "long_prefill_")
+"""How options begin that say nothing of how fast a server is: random weights, and ceilings, which the setting stands for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source(ABC):
     """A setting of the profile ``profile_name``, exported to ``target``. ``model``: what to serve there, None when it is not
@@ -124,9 +128,7 @@ class ProfiledEngine(Source):
                 "different"
             )
         held = {key.replace("-", "_").removeprefix("no_") for key in written}
-        options = {
-            n: v for n, v in profile.engine.options.items() if n not in {*held, "load_format"}
-        }  # or: random weights
+        options = {n: v for n, v in profile.engine.options.items() if n not in held and not n.startswith(_NO_MATTER)}
         if self.measured_there and options:
             given = ", ".join(f"{name}={value}" for name, value in options.items())
             yield f"{title} was started with {given} when this was measured, which the file does not hold: give it the same"

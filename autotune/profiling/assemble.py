@@ -136,7 +136,7 @@ def of_callable(found: CallableFindings, question: CallableQuestion, subject: Su
     simulated = callable_points(found.simulated)
     baselines = [p for p in simulated if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
     shown = best_first[:_MOST_SIMULATED]
-    fixed = [p for p in simulated if p.strategy == "dynamic" and p.setting != ONE_AT_A_TIME]
+    fixed = [p for p in simulated if p.strategy == "dynamic" and p.knobs.max_batch_size > 1]
     best_fixed = Objective.under(setup).ranked(fixed)[:1]  # for batchers that have no other strategy
     shown += [p for p in (*best_fixed, *baselines) if p.setting not in [r.setting for r in shown]]
     slo_met = not Objective.under(setup).refuted(best)

@@ -147,8 +147,10 @@ def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
     assert any("vLLM was started with enforce_eager=true when this" in line for line in export.warnings), (
         "not in the file"
     )
-    plain = made(knobs, gpu=gpu, model=model, engine={**VLLM_ITSELF, "options": {"dtype": "float32"}})
-    assert not any("was started with" in line for line in plain.warnings), "the file holds it"
+    plain = made(
+        knobs, gpu=gpu, model=model, engine={**VLLM_ITSELF, "options": {"dtype": "half", "max_num_active_seqs": "9"}}
+    )
+    assert not any("was started with" in line for line in plain.warnings), "the file holds it, and the setting"
     assert "engine vllm 0.32.0, started with load_format=dummy, enforce_eager=true" in text
     assert export.as_dict(Path("vllm.yaml"))["measured_on"] == "vllm 0.32.0"
     assert not any("approximate" in line for line in export.reports)

@@ -292,12 +292,22 @@ SLO_ = ("serve", "./m", "--engine", "vllm", "--slo", "ttft=500ms")
     ("words", "flags"),
     [
         (["--token-budget", "16384"], {"--max-num-batched-tokens": "16384"}),  # or vLLM's ceiling would be below it
-        (["--max-batch-size", "4096"], {"--max-num-batched-tokens": "4096", "--max-num-seqs": "4096"}),
+        (
+            ["--max-batch-size", "4096"],
+            {"--max-num-batched-tokens": "16384", "--max-num-seqs": "4096"},
+        ),  # no free knob is cut
         (["--chunk-size", "1024"], {}),
+        (["--chunk-size", "4096"], {"--max-num-batched-tokens": "16384"}),
         (["--no-control"], {}),
-        (["--no-control", "--token-budget", "64"], {"--max-num-batched-tokens": "64", "--max-num-seqs": "64"}),
+        (["--no-control", "--token-budget", "64"], {"--max-num-batched-tokens": "64"}),  # vLLM cuts its slots to them
         (["--no-control", "--max-batch-size", "8"], {"--max-num-seqs": "8"}),
+        (["--no-control", "--max-batch-size", "4096"], {"--max-num-batched-tokens": "16384", "--max-num-seqs": "4096"}),
+        (
+            ["--no-control", "--max-batch-size", "4096", "--token-budget", "64"],
+            {"--max-num-batched-tokens": "64", "--max-num-seqs": "64"},
+        ),
         (["--no-control", "--chunk-size", "96"], {"--long-prefill-token-threshold": "96"}),
+        (["--no-control", "--chunk-size", "96", "--max-model-len", "96"], {}),  # above it vLLM would not start
     ],
 )
 def test_knobs_given_by_hand_are_in_reach_and_without_a_controller_in_force(
@@ -311,12 +321,22 @@ def test_knobs_given_by_hand_are_in_reach_and_without_a_controller_in_force(
 
 
 def test_without_a_controller_a_profile_s_setting_is_in_force(ran: Ran, tmp_path: Path) -> None:
+    """And not the ceilings that vLLM was measured with."""
     measured = profile()
-    save_profile(measured, tmp_path / "p.yaml")
+    options = {
+        "max_num_batched_tokens": "4096",
+        "max_num_seqs": "2000",
+        "max_num_active_seqs": "99",
+        "enforce_eager": "true",
+    }
+    engine = measured.engine.model_copy(update={"name": "vllm", "options": options})
+    save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
     with pytest.raises(SystemExit):
         run(["serve", "--engine", "vllm", "--profile", str(tmp_path / "p.yaml"), "--anyway", "--no-control"])
     ((_, words),) = ran
     assert words[words.index("--max-num-batched-tokens") + 1] == str(measured.knobs.token_budget)
+    assert "--enforce-eager" in words and "--max-num-active-seqs" not in words
+    assert words.count("--max-num-seqs") == words.count("--max-num-batched-tokens") == 1
     assert words[words.index("--max-num-seqs") + 1] == str(
         min(measured.knobs.max_batch_size, measured.knobs.token_budget)
     )

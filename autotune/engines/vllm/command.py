@@ -24,8 +24,13 @@ from runtime.knobs import KnobLimits
 SCHEDULER: Final = "autotune.engines.vllm.Scheduler"
 _ADDITIONAL: Final = "--additional-config"
 _LEAST_SLOTS: Final = 128
-_LEAST_TOKENS: Final = 2048
-"""vLLM's default ceilings are no lower on any device."""
+_LEAST_TOKENS, _MOST_TOKENS = 2048, 16384
+"""vLLM's default ceilings are no lower on any CPU or GPU, and no higher."""
+_OF_THE_SETTING: Final = (
+    "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_active_seqs", "long_prefill_token_threshold",
+    "long_prefill_token_threshold_adaptive",
+)  # fmt: skip
+"""Arguments that were ceilings while vLLM was measured: without a controller the setting takes their place."""
 MIDDLEWARE: Final = "autotune.engines.vllm.RejectionStatus"
 
 
@@ -136,8 +141,10 @@ def serve(requested: ToServe) -> NoReturn:
     if requested.slo is None:
         raise InputError("--engine vllm tunes vLLM to an SLO: add --slo ttft=500ms,tpot=50ms, or a --profile with one")
     limits = None if requested.profile is None else requested.limits
+    arguments = requested.arguments
     if not requested.controlled:
         _no_controller(requested)
+        arguments = {name: value for name, value in arguments.items() if name not in _OF_THE_SETTING}
     run(
         ServeCommand(
             requested.model,
@@ -166,15 +173,17 @@ def serve(requested: ToServe) -> NoReturn:
                 "--seed": requested.seed or None,
                 "--shutdown-timeout": math.ceil(requested.grace_s),
             },
-            (*as_options(requested.arguments), *requested.more),
+            (*as_options(arguments), *requested.more),
         )
     )
 
 
 def _room_for(pinned: Mapping[str, float]) -> dict[str, int | None]:
-    """Ceilings for knobs ``pinned`` above what vLLM may have by default; None leaves one to it."""
-    slots = int(pinned.get("max_batch_size", 0))
-    tokens = max(slots, int(pinned.get("token_budget", 0)), int(pinned.get("chunk_size", 0)))
+    """Ceilings for knobs ``pinned`` above what vLLM may have by default; None leaves one to it. None is lowered for a knob that
+    is free."""
+    slots, budget = int(pinned.get("max_batch_size", 0)), int(pinned.get("token_budget", 0))
+    room = max(slots, int(pinned.get("chunk_size", 0)))
+    tokens = max(budget, max(room, _MOST_TOKENS) if room > max(budget, _LEAST_TOKENS) else 0)
     return {
         "--max-num-seqs": slots if slots > _LEAST_SLOTS else None,
         "--max-num-batched-tokens": tokens if tokens > _LEAST_TOKENS else None,
@@ -187,6 +196,7 @@ def _no_controller(requested: ToServe) -> None:
         (requested.reject_late, "--reject-late"),
         (requested.relegate_late, "--relegate-late"),
         (requested.pinned.get("max_wait_ms"), "--max-wait-ms"),
+        (requested.pinned.get("draft_tokens"), "--draft-tokens"),
     ):
         if given:
             raise InputError(
@@ -196,17 +206,24 @@ def _no_controller(requested: ToServe) -> None:
 
 def _as_flags(requested: ToServe) -> dict[str, int | None]:
     """The setting of a profile, and what was given by hand, for a vLLM that nobody steers."""
-    knobs, given = requested.knobs, requested.pinned
-    every = requested.profile is not None
-    slots = min(knobs.max_batch_size, knobs.token_budget)  # vLLM takes no more sequences than tokens
+    knobs = requested.knobs
+    given = knobs.as_dict() if requested.profile is not None else requested.pinned  # the others are vLLM's own
     flags: dict[str, int | None] = {}
-    if every or "max_batch_size" in given or "token_budget" in given:
-        flags["--max-num-seqs"] = slots
-    if every or "token_budget" in given:
+    if "max_batch_size" in given:  # vLLM takes no more sequences than tokens
+        most = knobs.token_budget if "token_budget" in given else knobs.max_batch_size
+        flags["--max-num-seqs"] = min(knobs.max_batch_size, most)
+    if "token_budget" in given:
         flags["--max-num-batched-tokens"] = knobs.token_budget
-    if (every or "chunk_size" in given) and knobs.chunk_size < knobs.token_budget:
+    cuts = "token_budget" not in given or knobs.chunk_size < knobs.token_budget
+    if "chunk_size" in given and cuts and knobs.chunk_size < _longest(requested):  # or vLLM does not start
         flags["--long-prefill-token-threshold"] = knobs.chunk_size
     return flags
+
+
+def _longest(requested: ToServe) -> float:
+    """Tokens of the longest request that vLLM will take, as far as that is known."""
+    known = (requested.max_model_len, requested.longest, requested.arguments.get("max_model_len"))
+    return min((int(one) for one in known if one is not None and str(one).isdigit()), default=math.inf)
 
 
 def as_options(arguments: Mapping[str, str]) -> list[str]:
