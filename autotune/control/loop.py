@@ -81,9 +81,8 @@ class Control(ReportsRates):
         self._attainment = AttainmentTracker(engine, slo)
         self._drift = drift
         self._watchdog = Watchdog(engine)
-        self._admission = AdmissionAdapter(
-            engine, admission
-        )  # after a look at the engine: what was posted to it is in force
+        # after a look at the engine: what was posted to it is in force
+        self._admission = AdmissionAdapter(engine, admission)
         self._paused = self._ended = False
         self._failure: Exception | None = None  # what a budget raised
         self.failed: Exception | None = None

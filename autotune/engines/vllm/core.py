@@ -68,9 +68,8 @@ class VllmCore:
             raise InputError(f"vLLM cannot be tuned: {why}")
         self._llm = llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         scheduler = llm.engine_core.engine_core.scheduler
-        if (
-            getattr(scheduler, "steering", None) is None
-        ):  # without the name: vLLM has found in the model what is not supported
+        # vLLM's own scheduler, without these names, where it found in the model what cannot be tuned
+        if getattr(scheduler, "steering", None) is None:
             raise InputError(f"vLLM cannot be tuned: {getattr(scheduler, 'refused', unfit(config))}")
         self._steering = scheduler.steer(
             self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True, contained=False
