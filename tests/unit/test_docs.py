@@ -263,7 +263,7 @@ def test_every_page_is_reachable_from_the_readme() -> None:
 
 def test_generated_pages_are_what_the_code_says() -> None:
     pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
-    assert {*pages} == {"cli.md", "knobs.md", "profile-fields.md"}
+    assert {*pages} == {"cli.md", "knobs.md", "profile-fields.md", "python.md"}
     for name, generated in pages.items():
         written = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
         assert written == generated(), f"docs/reference/{name} is stale: make docs"
