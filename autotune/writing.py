@@ -54,11 +54,11 @@ def write_together(files: Mapping[Path, str | bytes]) -> None:
 
 def writable(option: str, path: Path) -> None:
     """Raises :class:`InputError` that names ``option`` when no file can be written at ``path``; before there is work to lose."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise InputError(f"{option}: {path} is a directory; name a file")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise InputError(f"{option}: {path} cannot be written: there is no directory {path.parent}")
-    refused = _refused(path.parent, os.W_OK | os.X_OK) or (_refused(path) if path.exists() else None)
+    refused = _refused(path.parent, os.W_OK | os.X_OK) or (_refused(path) if os.path.exists(path) else _no_name(path))
     if refused is not None:
         raise InputError(f"{option}: {path} cannot be written ({refused.strerror})")
 
@@ -69,7 +69,7 @@ def replaceable(option: str, path: Path, ours: Callable[[bytes], bool], otherwis
     ``otherwise``: what such a file is, as in "is no profile". A file that cannot be read is not ours; one that is blank, or not
     there, nobody misses.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         return
     try:
         with path.open("rb") as file:
@@ -79,6 +79,17 @@ def replaceable(option: str, path: Path, ours: Callable[[bytes], bool], otherwis
         known = False
     if not known:
         raise InputError(f"{option}: {path} exists and {otherwise}; name another file")
+
+
+def _no_name(path: Path) -> OSError | None:
+    """Why nothing can be at ``path``, as where its name is too long; None: it may."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
 
 
 def _refused(place: Path, mode: int = os.W_OK) -> OSError | None:

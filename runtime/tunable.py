@@ -240,8 +240,9 @@ class Tunable(Protocol):
         """Whether it accepts nothing more and its knobs no longer move."""
         ...
 
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        """Put ``knobs`` in force from the next step on; returns the new epoch (the old one if nothing changed).
+    def set_knobs(self, knobs: Knobs | None = None, *, lease: Lease | None = None, **changes: float) -> int:
+        """Put ``knobs`` in force from the next step on, or make the ``changes`` named; returns the new epoch (the old one if
+        nothing changed).
 
         Raises ``ValueError`` for values above ``limits`` and for a knob that takes a restart, :class:`LeaseError` if a
         controller holds the engine and ``lease`` is not its own, :class:`~runtime.errors.EngineClosedError`.

@@ -44,7 +44,7 @@ def render(comparison: PairedComparison, slo: SLO, title: str, *, shown: Sequenc
     if last is not None:
         plots.append(knobs("knobs", last, comparison.duration))
     plots.append(_distribution("ttft", outcomes, "ttft_ms", "TTFT", slo.ttft_ms))
-    plots.append(_distribution("tpot", outcomes, "tpot_ms", "TPOT", slo.tpot_ms or slo.itl_ms))
+    plots.append(_distribution("tpot", outcomes, "tpot_ms", "TPOT", slo.tpot_ms))
     notes = () if last is not None else ("No controller was compared.",)
     names = ", ".join(outcomes)
     return page(title, [Section("comparison", "Comparison", names, plots=tuple(plots), notes=notes)])

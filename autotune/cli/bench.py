@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,9 +137,10 @@ def bench(
     )
     from autotune.control.controllers.registry import find
     from autotune.engines.defaults import VLLM_DEFAULTS
+    from autotune.measure.evaluate import EvaluationError
     from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise, stored_otherwise
     from autotune.profiling.space import WIDEST
-    from autotune.workload import parse_workload
+    from autotune.workload import named_rate, parse_workload
     from runtime.knobs import KnobLimits, Knobs
     from runtime.slo import SLO
 
@@ -150,7 +152,9 @@ def bench(
     target = None if slo is None else checked("--slo", SLO.parse, slo)
     own_classes = request_classes(classes or ())
     if workload is not None:
-        check_classes(own_classes, checked("--workload", parse_workload, workload))
+        parsed = checked("--workload", parse_workload, workload)
+        check_rate("--workload: rate", named_rate(parsed))
+        check_classes(own_classes, parsed)
     if controller is not None:
         checked("--controller", find, controller)
     if out is not None:
@@ -220,7 +224,11 @@ def bench(
             run = _Run(
                 live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop, controller
             )
-            found_load = run.load(workload, target, rate, given, with_classes)
+            try:
+                found_load = run.load(workload, target, rate, given, with_classes)
+            except EvaluationError as error:
+                print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
+                return FELL_SHORT
             if found_load is not None:
                 check_lasts(found_load.workload, seed, rounds, length)
                 run.measure(found_load)

@@ -162,11 +162,16 @@ def request_classes(texts: Sequence[str]) -> list[RequestClass]:
         raise InputError(str(error)) from None
 
 
+def classes_of(workload: Workload) -> list[str]:
+    """The names of the classes that its first requests are of."""
+    return list(dict.fromkeys(a.request_class for a in islice(workload.arrivals(0, limit=LOOKED_AT), LOOKED_AT)))
+
+
 def check_classes(classes: Sequence[RequestClass], workload: Workload) -> None:
     """Raise :class:`InputError` for a class of which ``workload`` has no request."""
     if not classes:
         return
-    found = dict.fromkeys(arrival.request_class for arrival in islice(workload.arrivals(0, limit=LOOKED_AT), LOOKED_AT))
+    found = classes_of(workload)
     for one in classes:
         if one.name not in found:
             raise InputError(
@@ -227,5 +232,5 @@ def need_server_extra(verb: str) -> None:
         if error.name is None or error.name.partition(".")[0] in ("runtime", "autotune"):
             raise
         raise InputError(
-            f"autotune {verb} needs the extra serve: pip install 'gpu-autotune[serve]' ({error.name} is not installed)"
+            f"autotune {verb} needs the extra serve: pip install '.[serve]' in a checkout ({error.name} is not installed)"
         ) from None

@@ -158,7 +158,9 @@ def profile(
     strategy: Annotated[
         str | None, Option(help="With --callable: the batching strategy to try, adaptive or dynamic.  (default: both)")
     ] = None,
-    most: Annotated[int, Option(help="With --callable: most items in one call.")] = 256,
+    most: Annotated[
+        int | None, Option(help="With --callable: most items in one call.  (default: no bound; 256 in the calibration)")
+    ] = None,
     replicas: Annotated[int, Option(help="With --callable: workers that call the function in parallel.")] = 1,
 ) -> int:
     """Profile the machine; the exit code says whether the SLO can be met."""

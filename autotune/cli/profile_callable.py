@@ -63,7 +63,7 @@ def profile_callable(
     inputs: Path | None,
     cost: str | None,
     strategy: str | None,
-    most: int,
+    most: int | None,
     replicas: int,
     slo: str | None,
     rate: float | None,
@@ -187,7 +187,13 @@ def _machine(*, used: bool) -> Machine:
 
 
 def _question(
-    strategy: str | None, most: int, replicas: int, slo: str | None, rate: float | None, budget: str | None, seed: int
+    strategy: str | None,
+    most: int | None,
+    replicas: int,
+    slo: str | None,
+    rate: float | None,
+    budget: str | None,
+    seed: int,
 ) -> CallableQuestion:
     from autotune.profiling.batcher_space import STRATEGIES, BatcherSpace
     from autotune.profiling.callable import ITEMS
@@ -195,7 +201,7 @@ def _question(
 
     if strategy is not None and strategy not in STRATEGIES:
         raise InputError(f"--strategy is {strategy}; it must be {' or '.join(STRATEGIES)}")
-    if not 1 <= most <= MOST_ITEMS:
+    if most is not None and not 1 <= most <= MOST_ITEMS:
         raise InputError(f"--most is {most}; it must be between 1 and {MOST_ITEMS} items")
     if not 1 <= replicas <= MOST_REPLICAS:
         raise InputError(f"--replicas is {replicas}; it must be between 1 and {MOST_REPLICAS} workers")

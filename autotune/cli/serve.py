@@ -108,7 +108,8 @@ def serve(
         int | None, Option(help="Longest context, in tokens, if shorter than the model's.")
     ] = None,
     kv_tokens: Annotated[
-        int | None, Option(help="Size of the KV pool, in tokens.  (default: the profile's, or what the memory allows)")
+        int | None,
+        Option(min=1, help="Size of the KV pool, in tokens.  (default: the profile's, or what the memory allows)"),
     ] = None,
     max_queue: Annotated[int, Option(help="Most requests that may wait. Further requests get HTTP 429.")] = 4096,
     ordering: Annotated[

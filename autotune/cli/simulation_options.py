@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from autotune.cli.options import LOOKED_AT, check_classes, check_rate, checked, checked_knobs, request_classes
+from autotune.cli.options import (
+    LOOKED_AT,
+    check_classes,
+    check_rate,
+    checked,
+    checked_knobs,
+    classes_of,
+    request_classes,
+)
 from autotune.control.controllers.registry import CONTROLLERS, find
 from autotune.profile.fields import MOST_KV_TOKENS
 from runtime.errors import InputError
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from autotune.simulate.scenario import Scenario
     from autotune.workload import Workload as Load
     from runtime.knobs import Knobs
+    from runtime.slo import RequestClass
 
 SimulatedProfile = Annotated[
     str | None,
@@ -120,9 +129,13 @@ class SimulationOptions:
         )
         if load is None:
             load = load_of(self.profile, profile)
+        others: list[RequestClass] | None = None
+        if workload is not None and self.profile.classes:  # another workload may know none of them
+            there = classes_of(load)
+            others = [one for one in self.profile.classes if one.name in there]
         scenario = checked(
             "", lambda: Scenario.of(
-                self.profile, profile, workload=load, slo=target, classes=own or None, speeds=speeds, kv_tokens=kv_tokens,
+                self.profile, profile, workload=load, slo=target, classes=own or others, speeds=speeds, kv_tokens=kv_tokens,
             ),
         )  # fmt: skip
         check_classes(own, scenario.workload)

@@ -81,7 +81,7 @@ class Actuator:
         current = self._engine.knobs
         with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to restore
             if not self._observe_only:
-                self._engine.set_knobs(self._engine.effective_limits.clamp(self._before), lease=self._lease)
+                self._engine.set_knobs(self._before, lease=self._lease)  # lowered while memory is short
         self.log("kill", cause, old=current)
 
     def log(

@@ -45,23 +45,28 @@ def rates_of(controller: Controller) -> RateSource | None:
 
 
 class ReportsRates:
-    """Passes on what the controller predicts of prefill (``_rates``; None: nothing) to the engine's admission policy, until it is
-    detached."""
+    """Passes on what the controller predicts of prefill (``_rates``; None: nothing) to the engine's admission policy, while
+    steps go by its budgets."""
 
     _rates: RateSource | None
     _ended: bool
 
     @property
+    def _gives_budgets(self) -> bool:
+        """Whether steps go by its budgets. What it predicted of them says nothing of steps that do not."""
+        raise NotImplementedError
+
+    @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second; 0 if the controller predicts none."""
-        return 0.0 if self._rates is None or self._ended else self._rates.prefill_rate
+        return self._rates.prefill_rate if self._rates is not None and self._gives_budgets else 0.0
 
     @property
     def prompts_per_step(self) -> int:
         """How many prompts a step has room for; 1 if the controller predicts none."""
-        return 1 if self._rates is None or self._ended else self._rates.prompts_per_step
+        return self._rates.prompts_per_step if self._rates is not None and self._gives_budgets else 1
 
     @property
     def pair_tokens(self) -> float:
-        """Tokens that take as long as one attention pair; 0 if the controller predicts none."""
+        """Tokens that take as long as one attention pair; 0 if the controller predicts none. Budgets or not."""
         return 0.0 if self._rates is None or self._ended else self._rates.pair_tokens

@@ -75,7 +75,7 @@ def attach(
         start = loaded.knobs
     begin = engine.knobs if start is None else engine.effective_limits.clamp(start)
     if controller is None or isinstance(controller, str):
-        controller = _named(controller, engine, target, begin, loaded)
+        controller = _named(controller, engine, target, engine.knobs if observe_only else begin, loaded)
     attached = Control(
         engine,
         controller,

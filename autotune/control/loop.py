@@ -83,7 +83,8 @@ class Control(ReportsRates):
         self._watchdog = Watchdog(engine)
         # after a look at the engine: what was posted to it is in force
         self._admission = AdmissionAdapter(engine, admission)
-        self._paused = self._ended = False
+        self._paused = True  # until it is attached: steps may end meanwhile
+        self._ended = False
         self._failure: Exception | None = None  # what a budget raised
         self.failed: Exception | None = None
         """What ended the controller, if it raised."""
@@ -121,6 +122,8 @@ class Control(ReportsRates):
             },
         )
         self._actuator.begin(start)
+        with self._lock:
+            self._paused, self._next = False, -math.inf
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class Control(ReportsRates):
         with self._lock:
             if not self._ended:
                 self._attainment.add(record)
-                self._watchdog.ends()
+                self._watchdog.ends(record)
                 try:
                     self.controller.observe_request(record)
                 except Exception as error:
@@ -178,6 +181,8 @@ class Control(ReportsRates):
         try:
             if view.decoding and self._watchdog.begins(view):  # never so in a batcher's view
                 self._fall_back()
+            if self._watchdog.raised:
+                return view.knobs.token_budget
             found = self.controller.budget(view)
             try:
                 return int(found)
@@ -187,6 +192,10 @@ class Control(ReportsRates):
         except Exception as error:
             self._failure = error  # for the next record: a batcher asks under its own lock, in which no knob can be set
             return view.knobs.token_budget
+
+    @property
+    def _gives_budgets(self) -> bool:
+        return not (self._paused or self._ended or self._failure or self._watchdog.raised)
 
     def _fall_back(self) -> None:
         """Hold the starting knobs until a usable record comes."""
@@ -284,7 +293,9 @@ class Control(ReportsRates):
             self._check_attached()
             self._by_the_clock()
             current = self._engine.knobs
-            self._engine.set_knobs(current.with_(**knobs), lease=self._lease)
+            current.with_(**knobs)  # names and bounds
+            if knobs:  # by name: the others may have been lowered, while memory is short
+                self._engine.set_knobs(None, lease=self._lease, **knobs)
             self._paused = True
             self._budgets_apply(False)
             self._actuator.log("pause", "knobs set by the operator", old=current)

@@ -10,7 +10,7 @@ import math
 
 from autotune.control.controllers.protocol import Proposal
 from runtime.knobs import Knobs
-from runtime.records import StepRecord
+from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import SchedulerView, Tunable
 
 _STEPS = 8  # steps without a record, and
@@ -36,8 +36,10 @@ class Watchdog:
         self._served = view.running + view.waiting
         return self._lasts(view.now)
 
-    def ends(self) -> None:
-        """A request has ended. After the last one no record is due."""
+    def ends(self, record: RequestRecord) -> None:
+        """A request has ended. After the last one that was there when the step began, no record is due."""
+        if record.arrival > self.latest:  # such as one that was rejected as it came
+            return
         self._served -= 1
         if self._served == 0:
             self._since, self._begun, self._unusable = None, 0, 0

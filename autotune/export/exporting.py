@@ -18,7 +18,7 @@ from autotune.export.target import Entry, ExportTarget, Fit, Rows, S, Value, num
 from autotune.export.targets import TARGETS
 from autotune.profile import RECOMMENDED, ModelFacts, Profile
 from autotune.profile.callable import CallableProfile
-from autotune.writing import replaceable, write_whole
+from autotune.writing import replaceable, writable, write_whole
 from runtime.errors import InputError
 
 PUBLISHED: Mapping[str, str | None] = {
@@ -73,8 +73,7 @@ class Export:
         if path.suffix not in self.target.suffixes:
             allowed = " or ".join(self.target.suffixes)
             raise InputError(f"--out: {path} must end in {allowed}, or {self.target.title} does not read it")
-        if path.is_dir():
-            raise InputError(f"--out: {path} is a directory; name a file")
+        writable("--out", path)
         replaceable("--out", path, _is_export, f"was not {MARK}")
         write_whole(path, self.text(path))
 
@@ -92,7 +91,7 @@ class Export:
             found = yaml.safe_load(path.read_bytes())
         except OSError as error:
             raise InputError(f"--diff: {path} cannot be read ({error.strerror})") from None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
             raise InputError(f"--diff: {path} is not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(found, dict):
             raise InputError(f"--diff: {path} is no configuration of {self.target.title}: it holds no names and values")

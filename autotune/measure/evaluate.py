@@ -228,7 +228,7 @@ def _allowed(slo: SLO, output_tokens: int) -> float:
     seconds = deadline(slo, output_tokens)
     if seconds < math.inf:
         return seconds
-    first, gap = (slo.ttft_ms or 0.0) / 1e3, (slo.tpot_ms or 0.0) / 1e3
+    first, gap = (slo.ttft_ms or 0.0) / 1e3, max(slo.tpot_ms or 0.0, slo.itl_ms or 0.0) / 1e3
     return max(QUEUED_S, first) + max(TOKEN_S, gap) * (output_tokens - 1)
 
 

@@ -24,7 +24,7 @@ from autotune.profile import (
 )
 from autotune.profile.callable import CallablePoint, Group, Inputs, ServiceTime, items_per_s
 from autotune.profile.versions import CALLABLE_VERSION
-from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
+from autotune.profiling.batcher_space import ONE_AT_A_TIME
 from autotune.profiling.callable import SIMULATED_WARM_UP, CallableFindings, CallableQuestion, CallableSetup, ranked
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.objective import Objective
@@ -134,7 +134,7 @@ def of_callable(found: CallableFindings, question: CallableQuestion, subject: Su
         raise ValueError("nothing was tried, so there is nothing to recommend")
     best = best_first[0]
     simulated = callable_points(found.simulated)
-    baselines = [p for p in simulated if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
+    baselines = [p for p in simulated if p.setting in (found.space.as_it_comes, ONE_AT_A_TIME)]
     shown = best_first[:_MOST_SIMULATED]
     fixed = [p for p in simulated if p.strategy == "dynamic" and p.knobs.max_batch_size > 1]
     best_fixed = Objective.under(setup).ranked(fixed)[:1]  # for batchers that have no other strategy

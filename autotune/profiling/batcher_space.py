@@ -22,16 +22,40 @@ ONE_AT_A_TIME = BatcherSetting("dynamic", OPEN.with_(max_batch_size=1, max_wait_
 """No batching."""
 
 
+_CALIBRATED_TO = 256  # items in a call, where the user sets no bound
+
+
 @dataclass(frozen=True)
 class BatcherSpace:
-    """What may be tried. ``most``: items in a call."""
+    """What may be tried. ``most``: items in any call; None where the user set no bound."""
 
     strategies: Sequence[StrategyName] = STRATEGIES
-    most: int = 256
+    most: int | None = None
+
+    @property
+    def calibrated_to(self) -> int:
+        """Items in the largest call of the calibration."""
+        return self.most or _CALIBRATED_TO
+
+    @property
+    def as_it_comes(self) -> BatcherSetting:
+        """The baseline: ``Batcher(fn, slo=…)``, with ``max_batch_size`` where there is a bound."""
+        if self.most is None:
+            return AS_IT_COMES
+        return AS_IT_COMES._replace(knobs=AS_IT_COMES.knobs.with_(max_batch_size=min(self.most, OPEN.max_batch_size)))
 
     def allows(self, setting: BatcherSetting) -> bool:
         """Whether it may be recommended."""
-        return setting.strategy in self.strategies
+        return setting.strategy in self.strategies and (self.most is None or setting.knobs.max_batch_size <= self.most)
+
+
+def adaptive_alone(setting: BatcherSetting) -> bool:
+    """Whether it leaves all but the size to the adaptive strategy, as the batcher as it comes does."""
+    knobs = setting.knobs
+    return setting.strategy == "adaptive" and (knobs.max_wait_ms, knobs.token_budget) == (
+        OPEN.max_wait_ms,
+        OPEN.token_budget,
+    )
 
 
 def grid(
@@ -73,13 +97,15 @@ def _windows(strategy: StrategyName, waits: Sequence[float], workers: int) -> Se
     return [0.0] if workers == 1 else [0.0, OPEN.max_wait_ms]
 
 
-def choose(ranked: Sequence[BatcherSetting], count: int) -> list[BatcherSetting]:
-    """Which of the settings ``ranked`` by simulation to measure: the best, the batcher as it comes, and the next best unlike
+def choose(
+    ranked: Sequence[BatcherSetting], count: int, baseline: BatcherSetting = AS_IT_COMES
+) -> list[BatcherSetting]:
+    """Which of the settings ``ranked`` by simulation to measure: the best, the ``baseline``, and the next best unlike
     those before it. No batching only if there is nothing else."""
     ranked = [setting for setting in ranked if setting != ONE_AT_A_TIME] or ranked
     chosen = list(ranked[:1])
-    if AS_IT_COMES in ranked and AS_IT_COMES not in chosen:
-        chosen.append(AS_IT_COMES)
+    if baseline in ranked and baseline not in chosen:
+        chosen.append(baseline)
     for setting in ranked:
         if len(chosen) >= count:
             break

@@ -20,7 +20,7 @@ from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.measure.score import Score
 from autotune.profile import Machine
 from autotune.profile.callable import MOST_RATE, BatcherSetting, CallablePoint, items_per_s, why_rate
-from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, BatcherSpace, alike, choose, grid
+from autotune.profiling.batcher_space import ONE_AT_A_TIME, OPEN, BatcherSpace, alike, choose, grid
 from autotune.profiling.calls import CallCost, calibrated, measure_calls
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.objective import Objective
@@ -119,7 +119,7 @@ class CallableTarget:
 
     virtual = False
     unit = "items/s"
-    baseline = str(AS_IT_COMES)
+    baseline = "as it comes"
     alike = staticmethod(alike)
 
     def __init__(self, subject: Subject, replicas: int = 1, clock: Clock | None = None) -> None:
@@ -147,7 +147,7 @@ class CallableTarget:
                 study,
                 seed=question.seed,
                 budget_s=schedule.calibrate_s,
-                most=question.space.most,
+                most=question.space.calibrated_to,
                 workers=self.replicas,
                 longest_s=None if slo is None or slo.e2e_ms is None else slo.e2e_ms / 1e3,
                 stop=stop,
@@ -175,8 +175,13 @@ class CallableTarget:
         )
         baselines = [ONE_AT_A_TIME]
         if "adaptive" in question.space.strategies:
-            baselines.insert(0, AS_IT_COMES)
-        starting = [(str(setting), setting) for setting in dict.fromkeys([*baselines, *settings])]
+            free = question.space.as_it_comes
+            baselines.insert(0, free)
+            if self.replicas == 1:  # no window makes a difference
+                settings = [
+                    one for one in settings if one._replace(knobs=one.knobs.with_(max_wait_ms=OPEN.max_wait_ms)) != free
+                ]
+        starting = [(label(setting, question.space), setting) for setting in dict.fromkeys([*baselines, *settings])]
         return Proposals(starting, None, len(starting), len(baselines))
 
     def simulator(self, cost: CallCost, setup: CallableSetup) -> CallSimulator:
@@ -215,6 +220,11 @@ class CallableTarget:
         finally:
             engine.close(drain=False)
         return Measurement(found)
+
+
+def label(setting: BatcherSetting, space: BatcherSpace) -> str:
+    """What runs of it are called."""
+    return CallableTarget.baseline if setting == space.as_it_comes else str(setting)
 
 
 def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, schedule: Schedule) -> CallableSetup:
@@ -369,10 +379,11 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         """The best by simulation, and the batcher as it comes; simulated again under a seed that the search has not seen."""
         context = self._context
         best_first = Objective.under(setup).ranked(callable_points(context.found.simulated))
-        chosen = choose([point.setting for point in best_first], self._count)
+        space = context.question.space
+        chosen = choose([point.setting for point in best_first], self._count, space.as_it_comes)
 
         def simulated() -> list[Candidate]:
-            return [candidate(str(setting), setting, around(context, setup), setup) for setting in chosen]
+            return [candidate(label(setting, space), setting, around(context, setup), setup) for setting in chosen]
 
         return stored_candidates(context, f"candidates/{setup.rate:g}/{setup.speed:.6f}", simulated)
 

@@ -121,7 +121,7 @@ def _connect(shared: SharedStorage) -> RDBStorage:
                 )
         except ImportError:
             raise InputError(
-                f"--storage: {hidden(shared.url)} needs psycopg: pip install 'gpu-autotune[postgres]'"
+                f"--storage: {hidden(shared.url)} needs psycopg: pip install '.[postgres]' in a checkout"
             ) from None
         except (sqlalchemy.exc.SQLAlchemyError, OptunaError, RuntimeError) as error:
             if attempt == _TRIES - 1 or not any(word in str(error) for word in _CLASH):

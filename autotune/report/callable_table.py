@@ -7,8 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.profile.callable import CallablePoint, CallableProfile, items_per_s
-from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
+from autotune.profile.callable import BatcherSetting, CallablePoint, CallableProfile, items_per_s
+from autotune.profiling.batcher_space import ONE_AT_A_TIME, OPEN, adaptive_alone
 from autotune.report.tables import Detail, empty_table, fullest
 
 _OTHERS = 5  # rows of settings beside the recommended one and the baselines
@@ -33,15 +33,17 @@ def show(profile: CallableProfile, console: Console) -> None:
     measured = any(p.source == "measured" for p in profile.points)
     windows = f"{load.window_s:.3g} s windows of Poisson arrivals, " if measured else ""
     console.print(
-        "as it comes: Batcher(fn, slo=…) with nothing else given; attainment: share of the items offered that came back in time, "
+        f"as it comes: {_as_written(profile)}, no other option; attainment: share of the items offered that came back in time, "
         "( ) its 95% interval; p50, p99: of those that came back; "
         f"{windows}{profile.simulated} settings simulated",
         style="dim",
         highlight=False,
         soft_wrap=True,
     )
-    if profile.points[0].setting == AS_IT_COMES:
-        console.print("Recommended is the Batcher as it comes: Batcher(fn, slo=…) needs nothing else.", highlight=False)
+    if profile.points[0].setting == _as_it_comes(profile):
+        console.print(
+            f"Recommended is the Batcher as it comes: {_as_written(profile)} needs nothing else.", highlight=False
+        )
     late = max(p.lateness_p99_ms for p in profile.points)
     if profile.slo.e2e_ms is not None and late > max(profile.slo.e2e_ms / 10, 5.0):
         console.print(
@@ -76,24 +78,37 @@ def _drawn(profile: CallableProfile, detail: Detail) -> Table:
         drawn.add_column(title, justify="right", no_wrap=True)
     for index, point in enumerate(_rows(profile)):
         style = "bold green" if index == 0 else "dim" if point.source == "simulated" else ""
-        cells = [_label(index, point), point.strategy, *_knobs(profile, point), *_figures(point, wide)]
+        cells = [_label(profile, index, point), point.strategy, *_knobs(profile, point), *_figures(point, wide)]
         drawn.add_row(*(Text(cell, style=style) for cell in cells))
     return drawn
 
 
 def _rows(profile: CallableProfile) -> list[CallablePoint]:
-    baselines = [p for p in profile.points[1:] if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
+    baselines = [p for p in profile.points[1:] if p.setting in (_as_it_comes(profile), ONE_AT_A_TIME)]
     others = [p for p in profile.points[1:] if p not in baselines]
     return [profile.points[0], *others[:_OTHERS], *baselines]
 
 
-def _label(index: int, point: CallablePoint) -> str:
-    known = {AS_IT_COMES: "as it comes", ONE_AT_A_TIME: "no batching"}.get(point.setting, "also tried")
+def _as_it_comes(profile: CallableProfile) -> BatcherSetting | None:
+    """The baseline: no option but the most items in a call, where the profile was bounded by that."""
+    found = [p.setting for p in profile.points if adaptive_alone(p.setting)]
+    return max(found, key=lambda setting: setting.knobs.max_batch_size, default=None)
+
+
+def _as_written(profile: CallableProfile) -> str:
+    found = _as_it_comes(profile)
+    if found is None or found.knobs.max_batch_size >= OPEN.max_batch_size:
+        return "Batcher(fn, slo=…)"
+    return f"Batcher(fn, slo=…, max_batch_size={found.knobs.max_batch_size})"
+
+
+def _label(profile: CallableProfile, index: int, point: CallablePoint) -> str:
+    known = {_as_it_comes(profile): "as it comes", ONE_AT_A_TIME: "no batching"}.get(point.setting, "also tried")
     return ("recommended" if index == 0 else known) + (" (simulated)" if point.source == "simulated" else "")
 
 
 def _knobs(profile: CallableProfile, point: CallablePoint) -> list[str]:
-    knobs, top = point.knobs, AS_IT_COMES.knobs
+    knobs, top = point.knobs, OPEN
     items = "open" if knobs.max_batch_size >= top.max_batch_size else f"{knobs.max_batch_size}"
     wait = "open" if knobs.max_wait_ms >= top.max_wait_ms else f"{knobs.max_wait_ms:g} ms"
     cost = "open" if knobs.token_budget >= top.token_budget else f"{knobs.token_budget}"

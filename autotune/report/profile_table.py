@@ -15,10 +15,13 @@ from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
 from autotune.report.tables import Detail, class_table, fullest, latency, setting_cells, setting_table
 from autotune.report.wording import compared, sentence, times
+from autotune.workload import parse_workload
+from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
 
 OTHERS, EVERY_PURPOSE = "also Pareto", "every purpose"
 _MOST_OTHERS = 4
+_LOOKED_AT = 50  # requests, for whether seeds bring the same
 
 
 def rows(profile: Profile) -> list[tuple[str, Point, str]]:
@@ -82,6 +85,17 @@ def _drawn(profile: Profile, detail: Detail) -> Table:
     return drawn
 
 
+def _same_arrivals(profile: Profile) -> bool:
+    """Whether its seeds brought the same requests, as those of a replayed trace do; False where the trace is not here."""
+    seeds = profile.workload.validation_seeds
+    try:
+        return len(seeds) > 1 and parse_workload(profile.workload.spec).alike_under(
+            seeds[0], seeds[1], limit=_LOOKED_AT
+        )
+    except InputError:
+        return False
+
+
 def show(profile: Profile, console: Console) -> None:
     """The table, how it was measured, and the verdict."""
     first = rows(profile)[0][1]
@@ -90,9 +104,7 @@ def show(profile: Profile, console: Console) -> None:
     how = {
         "validation": f"{fresh} run{'s' if counts != [1] else ''} a row, under fresh seeds"
         + (
-            " (a trace brings the same arrivals under every seed, only other tokens)"
-            if ":" in profile.workload.spec
-            else ""
+            " (a trace brings the same arrivals under every seed, only other tokens)" if _same_arrivals(profile) else ""
         ),
         "search": "the search's own seed, not validated",
         "simulation": "simulated, not measured",

@@ -115,8 +115,9 @@ def class_table(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[R
     for row in class_rows(rows, slo, classes):
         seen = row.seen
         cells = (
-            "" if row.point is last else row.label, row.name, f"{seen.attainment:.1%}", f"{row.slo.attainment * 100:g}%",
-            f"{seen.offered}", f"{seen.weight:g}", f"{seen.throughput:.0f}",
+            "" if row.point is last else row.label, row.name,
+            f"{seen.attainment:.1%}" if seen.offered else "–", f"{row.slo.attainment * 100:g}%", f"{seen.offered}",
+            f"{seen.weight:g}", f"{seen.throughput:.0f}",
             *(latency(ms) for ms in (seen.ttft_p99_ms, seen.tpot_p99_ms, seen.e2e_p99_ms)),
         )  # fmt: skip
         styles = ("", "", "yellow" if row.missed else "")

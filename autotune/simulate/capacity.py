@@ -35,7 +35,8 @@ _REACH: Final = 2.0**20  # times the rate where the search begins, in both direc
 SEARCHED: Final = "searched here"
 """The label of a setting that nobody named."""
 _STEPS: Final = 8  # uphill, at most
-_ALONE: Final = 1.002  # sequences in a step, on average: requests hardly ever meet, and coming slower changes nothing
+_ALONE: Final = 1.002  # sequences in a step, on average, and
+_IDLE: Final = 0.01  # share of time in steps: requests hardly ever meet, and coming slower changes nothing
 
 Progress = Callable[[float, bool], None]
 """``progress(rate, held)``: called with the outcome of each simulation."""
@@ -330,9 +331,16 @@ class Search:
             search.tell(rate, held)
             tried += 1
             best = score if held else best
-            if not search.held and (score is None or score.steps.mean_running < _ALONE):
+            if not search.held and (score is None or _hardly_meet(score)):
                 break
         return SeedCapacity(seed, search.held, search.failed, best, tried, answer)
+
+
+def _hardly_meet(score: Score) -> bool:
+    """Whether requests neither share steps nor wait for one another. A step of one sequence alone says nothing where the
+    knobs allow no more."""
+    busy_s = score.steps.steps * score.steps.mean_ms / 1e3
+    return score.steps.mean_running < _ALONE and busy_s < _IDLE * score.window_s
 
 
 def _roundest(low: int, high: int) -> int:

@@ -7,6 +7,7 @@ alone is read as what it looks like. Options after it scale what it gives: ``azu
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def length_scale_in_words(workload: Workload) -> str:
 
 def _is_mix(text: str) -> bool:
     named = _CLASS.match(text)
-    return named is not None and named[1] not in (*COMMON, *TRACE) and not Path(text).is_file()
+    return named is not None and named[1] not in (*COMMON, *TRACE) and not os.path.isfile(text)
 
 
 def _mix(text: str) -> Workload:
@@ -162,7 +163,7 @@ def _parse(text: str) -> Workload:
         if named and name not in READERS:
             raise InputError(f"{path!r} is no option=value, and {name} replays no file; its options are "
                              f"{', '.join((*COMMON, *PRESETS[name].options))}")  # fmt: skip
-        if not named and not Path(path).is_file():
+        if not named and not os.path.isfile(path):
             raise InputError(
                 f"{path!r} is no workload and no file; the workloads are {', '.join(NAMES)}, or a trace file"
             )

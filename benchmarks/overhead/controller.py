@@ -148,8 +148,8 @@ class Recorded:
     def set_admission(self, policy: object, *, source: object = None, lease: Lease | None = None) -> None: ...
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...
 
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        self.knobs, self.epoch = knobs, self.epoch + 1
+    def set_knobs(self, knobs: Knobs | None = None, *, lease: Lease | None = None, **changes: float) -> int:
+        self.knobs, self.epoch = self.knobs.with_(**changes) if knobs is None else knobs, self.epoch + 1
         return self.epoch
 
     def acquire(self, owner: str) -> Lease:

@@ -141,7 +141,9 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._flight is not None
+        return (
+            self.scheduler.has_work or self._flight is not None or bool(self.scheduler.rejected)
+        )  # whose end is to be said
 
     @property
     def next_expiry(self) -> float:
@@ -166,7 +168,8 @@ class EngineCore:
         scheduler = self.scheduler
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, scheduler.slack.slos)
-        if wanted is not scheduler.waiting.ordering or scheduler.waiting.relegated_tokens:
+        behind = scheduler.waiting.relegated_tokens or any(s.relegated is not None for s in scheduler.prefills)
+        if wanted is not scheduler.waiting.ordering or behind:
             self._unordered += scheduler.reorder(wanted)
         if policy is None:
             scheduler.admission = None

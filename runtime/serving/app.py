@@ -110,6 +110,7 @@ class Api:
                         prompt,
                         params,
                         priority=body.priority,
+                        tenant=body.user,
                         request_class=body.request_class,
                         request_id=request_id,
                     )

@@ -35,7 +35,7 @@ UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 """Fields that would change the answer and cannot, with the values that ask for nothing."""
 
 IGNORED: Final = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+    {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
 """Fields that say something about the client and nothing about the answer."""
 
@@ -109,7 +109,7 @@ class Message(Part):
 
 class GenerationRequest(Part):
     """What both endpoints understand. ``model`` may be left out: there is one. ``priority``: higher ones go first.
-    ``request_class``: whose SLO applies to it, one of the engine's."""
+    ``request_class``: whose SLO applies to it, one of the engine's. ``user``: the engine's ``tenant``."""
 
     model: str | None = None
     stream: bool = False
@@ -126,6 +126,7 @@ class GenerationRequest(Part):
     ignore_eos: bool = False
     priority: int = 0
     request_class: str = "default"
+    user: str = ""
 
     @model_validator(mode="before")
     @classmethod

@@ -30,6 +30,7 @@ KEEP_ALIVE_S: Final = 75  # beyond the idle time after which clients' connection
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket, not yet listening: a port in use is found out before a model is loaded, and nobody connects earlier.
+    No other process can bind to it meanwhile; :func:`serve_until_stopped` lets it listen.
 
     Raises :class:`InputError`.
     """
@@ -37,12 +38,15 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
-        raise InputError(f"--host is {host}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--host is {host}: {getattr(error, 'strerror', None) or error}") from None
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 0
+        )  # or who loads at the same time could bind to it, too
     except OSError as error:
         bound.close()
         wrong = f"--host is {host}" if error.errno == errno.EADDRNOTAVAIL else f"--port is {port}"
@@ -128,6 +132,9 @@ async def _until_stopped(api: Api, server: Server, bound: socket.socket, grace_s
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    bound.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # connections inherit it, and a restart need not wait for them
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     stopping = asyncio.create_task(requested.wait())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)

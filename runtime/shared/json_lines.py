@@ -32,7 +32,7 @@ def holds_something_else(path: str | Path, *keys: str) -> bool:
 
 def drop_cut_line(path: str | Path) -> None:
     """Take away what is behind the last whole line of the file at ``path``; of what is no regular file, or not there, nothing."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         return
     with suppress(OSError), open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)

@@ -13,7 +13,7 @@ from runtime.errors import ModelError, UnsupportedModelError
 SUPPORTED = "supported: see docs/reference/models.md"
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE, _INDEX, _OTHER_INDEX = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"
 
 
 def check_directory(path: Path) -> None:
@@ -29,7 +29,8 @@ def check_directory(path: Path) -> None:
     config = _read_json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"model {path}: config.json has no model_type")
-    for name in _INDEXES:
+    loaded = any((path / name).exists() for name in (_WHOLE, _INDEX))  # then transformers never looks at the other
+    for name in (_INDEX,) if loaded else (_OTHER_INDEX,):
         if (path / name).exists():
             listed = _read_json(path / name).get("weight_map")
             if not isinstance(listed, dict) or not listed:

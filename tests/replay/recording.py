@@ -115,10 +115,11 @@ class ReplayedEngine:
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         self._leases.check(lease)
 
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
+    def set_knobs(self, knobs: Knobs | None = None, *, lease: Lease | None = None, **changes: float) -> int:
         self._leases.check(lease)
-        self.epoch += self.limits.check(knobs) != self.knobs
-        self.knobs = knobs
+        wanted = self.limits.check(self.knobs.with_(**changes) if knobs is None else knobs)
+        self.epoch += wanted != self.knobs
+        self.knobs = wanted
         return self.epoch
 
     def acquire(self, owner: str) -> Lease:

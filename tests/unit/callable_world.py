@@ -57,7 +57,7 @@ def calibrated(ticking: Ticking, of: Subject, **options: Any) -> CallCost:
     return measure_calls(of, new_study(), clock=ticking.clock, **(given | options))
 
 
-def question(slo: SLO | None, rate: float | None, budget_s: float, *, most: int = 256) -> CallableQuestion:
+def question(slo: SLO | None, rate: float | None, budget_s: float, *, most: int | None = None) -> CallableQuestion:
     space = BatcherSpace(most=most)
     return Question(workload=ITEMS, slo=slo, rate=rate, seed=0, trials=None, budget_s=budget_s, space=space)
 

@@ -419,6 +419,20 @@ def test_without_the_policy_relegated_ones_have_their_places_back(order: str | N
     ]
 
 
+def test_without_the_policy_a_prompt_in_progress_is_relegated_no_longer() -> None:
+    """Where nothing waits behind, and the order stays what it was."""
+    world = World(ordering="fcfs", slo="ttft=200ms")
+    world.set_admission(AdmissionPolicy(late="relegate", order=None), source=Rate(100 / 11e-3))
+    world.offer(Arrival(0.0, 2000, 1, ((0, 2000),)), "long", due=0.0, shared=False)
+    world.run_until(0.05)
+    (begun,) = world.scheduler.prefills
+    key = begun.key
+    world.scheduler.relegate(begun)
+    assert begun.relegated == key != begun.key and world.scheduler.waiting.relegated_tokens == 0
+    world.set_admission(None)
+    assert begun.relegated is None and begun.key == key
+
+
 def test_what_is_relegated_has_no_slack_and_is_told_apart_in_the_view() -> None:
     world = World(admission=LATER, source=100 / 11e-3)
     for number in range(40):
@@ -514,6 +528,22 @@ def test_lighter_ones_make_room_for_heavier_ones(heavy: str) -> None:
     assert weighed[heavy] > alike[heavy]
     worth = dict(zip(("urgent", "patient"), weights, strict=True))
     assert sum(worth[n] * met for n, met in weighed.items()) > sum(worth[n] * met for n, met in alike.items())
+
+
+def test_the_end_of_a_request_that_made_room_is_said_though_all_others_have_ended() -> None:
+    """As when an engine is closed between two steps."""
+    classes = [RequestClass("urgent", "ttft=100ms", 10), RequestClass("patient", "ttft=2s")]
+    world = World(admission=AdmissionPolicy(order=None), source=100 / 11e-3, classes=classes, ordering="fcfs")
+    for number, name in enumerate(["patient"] * 15 + ["urgent"]):
+        arrival = Arrival(0.0, 100, 1, ((number, 100),), request_class=name)
+        world.offer(arrival, f"{number}", due=0.0, shared=False)
+    made_room = [sequence for sequence, _ in world.scheduler.rejected]
+    assert made_room
+    for sequence in list(world.scheduler.waiting):
+        world.core.finish(sequence, FinishReason.CANCELLED, 0.0)
+    assert world.core.has_work and not world.scheduler.has_work
+    assert [sequence for sequence, _ in world.core.step(0.0).finished] == made_room
+    assert not world.core.has_work
 
 
 # -- what clients and operators see --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.building import request_record
 from tests.sample_profile import sample_profile
-from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
+from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
 from tests.unit.test_cost_model import measured
 
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
@@ -152,6 +153,84 @@ def test_pause_set_and_resume() -> None:
         assert engine.knobs == Knobs(16, 0, 512, 512)
     with pytest.raises(AutotuneError, match="detached"):
         attached.pause()
+
+
+def test_while_it_is_paused_admission_goes_by_what_is_measured() -> None:
+    """What it last predicted, in a busy moment, says nothing of an engine that is idle by now."""
+    engine = SimulatedEngine(slow_cpu)
+    slo = SLO(ttft_ms=400, tpot_ms=30)
+    with control(engine, slo=slo, admission=True) as attached:
+        engine.play(poisson(4, 20, 200, 60, seed=2))
+        for _ in range(40):
+            engine.offer_now((engine.now, 20, 200))
+        engine.run_until(engine.now + 2)
+        assert attached.prefill_rate > 0
+        attached.pause()
+        assert (attached.prefill_rate, attached.prompts_per_step) == (0, 1)
+        engine.run()
+        served = engine.play([(engine.now + n, 800, 4) for n in range(1, 13)])
+        assert all(r.completed for r in served)
+        attached.resume()
+        engine.play(poisson(4, 5, 200, 60, seed=3, start=engine.now))
+        assert attached.prefill_rate > 0
+
+
+def test_misses_under_knobs_set_by_hand_teach_nothing() -> None:
+    engine, slo = SimulatedEngine(h200), SLO(tpot_ms=8)
+    with control(engine, slo=slo) as attached:
+        assert isinstance(attached.controller, PredictiveController)
+        engine.play(poisson(15, 10, 1000, 200, seed=1))
+        attached.pause()
+        attached.set(token_budget=8192, chunk_size=8192)
+        before = attached.controller.target
+        missed = engine.play(poisson(25, 10, 1500, 100, seed=2, start=engine.now))
+        assert sum(not slo.met(r) for r in missed) > 50
+        attached.resume()
+        assert attached.controller.target == before
+
+
+def test_observing_learns_nothing_from_requests_that_its_proposals_did_not_serve() -> None:
+    engine, slo = SimulatedEngine(h200), SLO(tpot_ms=8)
+    with control(engine, slo=slo, observe_only=True) as attached:
+        assert isinstance(attached.controller, PredictiveController)
+        missed = engine.play(poisson(25, 20, 1500, 100, seed=2))
+        assert sum(not slo.met(r) for r in missed) > 50
+        assert attached.controller.target == 0.008
+        assert any(d.action == "observe" for d in attached.decisions)
+        assert not any("under others" in d.cause for d in attached.decisions)
+
+
+def test_until_it_is_attached_nothing_is_decided() -> None:
+    """A step that ends meanwhile: the engine serves on while a controller is attached to it."""
+
+    class Serving(SimulatedEngine):
+        def set_step_policy(self, policy: Any, **given: Any) -> None:
+            super().set_step_policy(policy, **given)
+            if policy is not None:
+                self.run_until(self.now + 1)
+
+    engine = Serving(h200)
+    for _ in range(50):
+        engine.offer_now((0.0, 1000, 200))
+    with control(engine, slo=SLO_) as attached:
+        assert [d.action for d in attached.decisions] == ["attach"]
+        engine.run()
+        assert len(attached.decisions) > 1
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_knobs_lowered_while_memory_is_short_come_back(by_hand: bool) -> None:
+    engine = SimulatedEngine(h200)
+    attached = control(engine, slo=SLO_, controller=Fixed(VLLM))
+    settings = engine.core.settings
+    settings.limit(replace(engine.limits, max_batch_size=100))
+    if by_hand:
+        assert attached.set(token_budget=4096).max_batch_size == 100
+    else:
+        attached.kill()
+    settings.limit(engine.limits)
+    assert engine.knobs == (VLLM.with_(token_budget=4096) if by_hand else VLLM)
+    attached.close()
 
 
 def test_kill_switch_puts_the_old_knobs_back() -> None:

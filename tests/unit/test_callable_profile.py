@@ -26,7 +26,7 @@ from autotune.profile.fingerprint import machine, software
 from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.target import OfferedLoad
-from autotune.report.callable_table import table
+from autotune.report.callable_table import show, table
 from autotune.simulate.batcher import SimulatedBatcher
 from runtime import SLO, Batcher, InputError
 from tests.sample_profile import sample_profile
@@ -153,6 +153,23 @@ def test_its_table_is_never_cut(made: CallableProfile, width: int) -> None:
     text = console.export_text()
     assert "…" not in text and text.count("\n") == 1 + len(made.points) and "recommended (simulated)" in text
     assert "items/call" in text or width < 110
+
+
+def test_a_bounded_batcher_as_it_comes_is_shown_with_its_bound(made: CallableProfile) -> None:
+    def shown(profile: CallableProfile) -> str:
+        console = Console(width=200, file=StringIO(), record=True)
+        show(profile, console)
+        return console.export_text()
+
+    bounded = [
+        p.model_copy(update={"knobs": p.knobs.with_(max_batch_size=8)}) if p.setting == AS_IT_COMES else p
+        for p in made.points
+    ]
+    assert "as it comes: Batcher(fn, slo=…), no other option" in shown(made)
+    text = shown(made.model_copy(update={"points": tuple(bounded)}))
+    assert "Recommended is the Batcher as it comes: Batcher(fn, slo=…, max_batch_size=8) needs nothing else." in text
+    text = shown(made.model_copy(update={"points": tuple(reversed(bounded))}))
+    assert "as it comes (simulated)" in text and "Recommended is" not in text and "also tried" not in text
 
 
 def test_whatever_reads_a_language_models_profile_refuses_it(

@@ -16,7 +16,7 @@ import autotune
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
 from autotune.profile.callable import BatcherSetting, CallablePoint, load_callable_profile
-from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
+from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, BatcherSpace, choose, grid
 from autotune.profiling.callable import (
     CallableSession,
     CallableSetup,
@@ -39,6 +39,7 @@ from tests.fakes import Records
 from tests.unit.callable_world import (
     Ticking,
     calibrated,
+    findings,
     interrupt_when_measured,
     new_study,
     question,
@@ -189,6 +190,23 @@ def test_of_equals_the_faster_and_of_those_the_first() -> None:
     assert choose([ONE_AT_A_TIME], 3) == [ONE_AT_A_TIME], "there was time to simulate nothing else"
 
 
+@pytest.mark.parametrize("most", [8, None])
+def test_a_bound_holds_for_the_batcher_as_it_comes_too(most: int | None) -> None:
+    ticking, slo = Ticking(0.020, 0.002), SLO(e2e_ms=400)
+    of, requested = subject(ticking), question(slo, 100.0, 5.0, most=most)
+    cost = calibrated(ticking, of, most=most or 32)
+    setup = findings(cost, slo, 100.0, [], capacity=380.0, capacity_size=8).setup
+    assert setup is not None
+    starting = CallableTarget(of).proposals(requested, setup, cost).starting
+    free = BatcherSetting("adaptive", OPEN.with_(max_batch_size=most or OPEN.max_batch_size))
+    assert starting[0] == ("as it comes", free)
+    settings = [setting for _, setting in starting]
+    assert all(requested.space.allows(setting) for setting in settings) and len(set(settings)) == len(settings)
+    twins = [s for s in settings if s.strategy == "adaptive" and s.knobs.max_batch_size == free.knobs.max_batch_size]
+    assert twins == [free], "with one worker no window makes a difference"
+    assert requested.space.allows(AS_IT_COMES) == (most is None)
+
+
 def test_stopped_at_once_nothing_was_tried() -> None:
     ticking = Ticking(0, 0)
     requested, target = question(SLO(e2e_ms=100), 100.0, 5.0), CallableTarget(subject(ticking))
@@ -296,19 +314,20 @@ def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile
             self, setting: BatcherSetting, load: OfferedLoad, setup: CallableSetup, **options: Any
         ) -> Measurement:
             super().measure(setting, load, setup, **options)
-            cost = self.cost.at_speed(0.3) if setting == AS_IT_COMES else self.cost
+            cost = self.cost.at_speed(0.3) if setting == free else self.cost
             return Measurement(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
 
     requested = question(SLO(e2e_ms=100), 100.0, 10.0, most=4)
+    free = requested.space.as_it_comes
     target = Misjudged(Ticking(0.020, 0.002))
     found = CallableSession(target, requested, new_study(), Silent(), host=VirtualClock()).run()
     tried = [setting for what, setting in target.tried if what == "validation"]
-    assert tried[:2] == [AS_IT_COMES] * 2, "the best by simulation, and a repeat for the noise"
+    assert tried[:2] == [free] * 2, "the best by simulation, and a repeat for the noise"
     best, *others = ranked(found)
-    assert best.setting != AS_IT_COMES and best.attainment > 0.9 and AS_IT_COMES in [p.setting for p in others]
+    assert best.setting != free and best.attainment > 0.9 and free in [p.setting for p in others]
     assert len(set(best.seeds)) >= 2, "what is recommended has met more than one sample of arrivals"
     assert found.confidence is not None and found.confidence.best > 0.9
-    assert found.baseline == AS_IT_COMES and set(found.expected) == set(tried)
+    assert found.baseline == free and set(found.expected) == set(tried)
     keys = list(found.measured)
     assert len(keys) == len(set(keys)) == len(tried) <= 16
 
@@ -329,14 +348,15 @@ def test_a_setting_that_fails_is_left_out() -> None:
 
     target, notes = Failing(Ticking(0.001, 0.0)), Notes()
 
-    failing = [AS_IT_COMES]
+    free = BatcherSpace(most=2).as_it_comes
+    failing = [free]
     (left,) = profiled(notes)
-    assert left.source == "measured" and left.setting != AS_IT_COMES and len(left.seeds) == 2
+    assert left.source == "measured" and left.setting != free and len(left.seeds) == 2
     tried = target.tried
-    assert tried.count(("validation", AS_IT_COMES)) == 1, "not in the next round"
+    assert tried.count(("validation", free)) == 1, "not in the next round"
     assert tried[0] == ("warm-up", tried[1][1]) and [what for what, _ in tried].count("warm-up") == 1
     assert [text for text in notes.told if "failed" in text] == [
-        f"validation of {AS_IT_COMES} failed: request run-3 failed: no memory"
+        f"validation of {free} failed: request run-3 failed: no memory"
     ]
     failing.append(left.setting)
     with pytest.raises(EvaluationError, match="request run-3 failed: no memory"):

@@ -38,6 +38,26 @@ FEW = Backend(
 SLOW = (pytest.mark.slow,)
 
 
+def test_kernels_of_an_unfused_model_are_the_same_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its query is put together by heads, so that a stride would follow the tokens, and a stride is a constant of the kernel."""
+    strides: set[tuple[int, ...]] = set()
+    seen: set[int] = set()
+
+    def attended(query: torch.Tensor, *args: Any, out: torch.Tensor, **options: Any) -> None:
+        if len(query) > 1:
+            seen.add(len(query))
+            strides.add(query.stride())
+        out.zero_()
+
+    monkeypatch.setattr(backend_module, "paged_attention", attended)
+    monkeypatch.setattr(backend_module, "attend", attended)
+    loaded = tiny("gpt_oss", sliding_window=9, num_local_experts=4, num_experts_per_tok=2)
+    executor = TorchExecutor(loaded, kv_blocks=12, block_size=8, backend=FEW)
+    work = list(zip(prompts([3, 9, 8], seed=5), [3, 2, 3], strict=True))
+    run(executor, work, Knobs(max_batch_size=3, token_budget=12, chunk_size=12))
+    assert len(strides) == 1 and len(seen) > 2
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "fused"),
     [

@@ -63,6 +63,10 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     scheduler_cls: object = None
     num_gpu_blocks_override: int | None = None
+    revision: str | None = None
+    hf_token: bool | str | None = None
+    gpu_memory_utilization: float = 0.9
+    cudagraph_capture_sizes: list[int] | None = None
 
     def create_engine_config(self, context: str) -> Any:
         if isinstance(self.max_model_len, str):
@@ -138,6 +142,10 @@ def loaded(*arguments: str, **options: Any) -> NamedVllm:
             "--engine-arg: scheduler_cls cannot be given: autotune steers vLLM through a scheduler of its own",
         ),
         (
+            ["--engine", "vllm", "--model", "./qwen", "--engine-arg", "hf-token=hf_secret"],
+            "--engine-arg: hf_token cannot be given: a profile would hold it; set HF_TOKEN in the environment",
+        ),
+        (
             ["--engine", "vllm", "--model", "./qwen", "--engine-arg", "max_model_len=many"],
             "--model: vLLM 0.32.0 cannot serve ./qwen: max_model_len is 'many': Input should be a valid integer",
         ),
@@ -185,7 +193,7 @@ def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys
     assert run(["profile", "--engine", "vllm", "--model", "./qwen"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --engine vllm: vLLM is not installed beside autotune (") and error.count("\n") == 1
-    assert "pip install 'gpu-autotune[vllm]'" in error
+    assert "pip install '.[vllm]' in a checkout" in error
 
 
 def test_a_vllm_that_cannot_be_steered_or_of_another_device_is_refused(vllm: ModuleType) -> None:
@@ -215,6 +223,24 @@ def test_ceilings_are_as_wide_as_the_search_and_the_defaults_are_its_own(vllm: M
     assert narrow.limits == KnobLimits(max_batch_size=256, token_budget=256, chunk_size=256, draft_tokens=0)
     assert loaded(kv_cache_dtype="fp8").options == {"kv_cache_dtype": "fp8"} and "kv_cache_dtype" not in narrow.options
     assert loaded("max_num_seqs=64").limits == KnobLimits(max_batch_size=64, draft_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("revision=2026-01-01", "2026-01-01"),
+        ("revision=2026-02-30", "2026-02-30"),
+        ("revision=2026-01-01 10:00:00", "2026-01-01 10:00:00"),
+        ("revision=!!timestamp y", "!!timestamp y"),
+        ("revision=!!binary eA==", "!!binary eA=="),
+        ("revision=" + "[" * 2000, "[" * 2000),
+        ("gpu_memory_utilization=0.8", 0.8),
+        ("cudagraph_capture_sizes=[1, 2]", [1, 2]),
+        ("revision=null", None),
+    ],
+)
+def test_what_is_no_number_list_or_mapping_stays_text(argument: str, value: object, vllm: ModuleType) -> None:
+    assert [*loaded(argument).options.values()] == [value]
 
 
 def test_it_runs_in_this_process_and_leaves_stdout_alone(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.tiers import slow_but_for
 from tests.unit.kernels import DEVICE, ROUNDING, close, poisoned, randn
 
-from runtime.torch_backend.cuda import linear as module  # isort: skip
+from runtime.torch_backend.cuda import counters  # isort: skip
 from runtime.torch_backend.cuda.linear import linear  # isort: skip
 from runtime.torch_backend.cuda.tiles import LinearTile  # isort: skip
 
@@ -50,7 +50,18 @@ def test_gated_products_by_their_definition(dtype: torch.dtype, tile: LinearTile
 def test_counters_are_zero_behind_a_launch() -> None:
     x, weight = randn(2, 128, dtype=torch.bfloat16), randn(32, 128, dtype=torch.bfloat16)
     linear(x, weight, None, LinearTile(16, 32, 4, 4, 2))
-    assert module._arrived and all(int(count.sum()) == 0 for count in module._arrived.values())
+    assert counters._counters and all(int(count.sum()) == 0 for count in counters._counters.values())
+
+
+def test_what_is_recorded_anew_shares_no_counters_with_earlier_recordings() -> None:
+    """PyTorch hands out streams again, and earlier recordings run on another stream by then."""
+    device = torch.device(DEVICE)
+    before = counters.counters_of(device, 7)
+    assert counters.counters_of(device, 7) is before is not counters.counters_of(device, 8)
+    counters.renew_counters(device, 7)
+    after = counters.counters_of(device, 7)
+    assert after is not before and any(one is before for one in counters._recorded), "recordings hold its address"
+    counters.renew_counters(device, 9)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from runtime.errors import InputError, UnsupportedModelError
+from runtime.errors import InputError, ModelError, UnsupportedModelError
+from runtime.torch_backend.checks import check_directory
 from runtime.torch_backend.loading import from_model, load_model
 from runtime.torch_backend.self_test import self_test
 from runtime.torch_backend.tokenizer import byte_tokenizer
@@ -126,6 +127,17 @@ def test_a_broken_directory_is_one_clear_line(model_dir: Path, breaking: Callabl
     breaking(model_dir)
     message = refusal(model_dir)
     assert str(model_dir) in message and says in message
+
+
+def test_an_index_of_files_that_are_not_loaded_is_left_alone(model_dir: Path) -> None:
+    """What a download of a repository with both formats leaves that leaves out ``*.bin``."""
+    shards = {"weight_map": {"model.norm.weight": "pytorch_model-00001-of-00002.bin"}}
+    (model_dir / "pytorch_model.bin.index.json").write_text(json.dumps(shards))
+    check_directory(model_dir)
+    for path in model_dir.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(ModelError, match="1 weight files are missing, such as pytorch_model-00001"):
+        check_directory(model_dir)
 
 
 def test_no_such_directory(tmp_path: Path) -> None:

@@ -334,6 +334,15 @@ def test_only_ttft_opens_the_step() -> None:
     assert engine.knobs.token_budget == engine.limits.token_budget
 
 
+def test_an_e2e_target_bounds_steps_from_the_first_answer_on() -> None:
+    """And before it, nothing is known of how long answers are: no knob is opened."""
+    engine = SimulatedEngine(h200, knobs=Knobs(64, 0, 512, 512))
+    with control(engine, slo=SLO(e2e_ms=20_000), observe_only=True) as attached:
+        engine.play([(0.1 * n, 200, 400) for n in range(100)])
+        assert not any(d.regime == "throughput" for d in attached.decisions)
+        assert any(d.regime not in ("", "learning") for d in attached.decisions)
+
+
 def test_target_is_the_tightest_of_tpot_and_itl() -> None:
     made = PredictiveController(SLO(tpot_ms=50, itl_ms=20), VLLM)
     assert made.target == pytest.approx(0.02)

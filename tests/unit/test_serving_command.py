@@ -81,6 +81,8 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
         (("tiny", "--port", "66000"), "65535"),
         (("./nothing-here", "--host", "192.0.2.1", "--port", "0"), "--host is 192.0.2.1: 192.0.2.1:0 cannot be bound"),
+        (("tiny", "--host", "127.0.0..1", "--port", "0"), "--host is 127.0.0..1: "),
+        (("tiny", "--kv-tokens", "0"), "--kv-tokens is 0; it must be a whole number of at least 1"),
         (("tiny", "--ordering", "lifo"), "--ordering is lifo; it must be one of priority, fcfs, "),
         (("tiny", "--threads", "0"), "--threads is 0; it must be a whole number of at least 1"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
@@ -123,6 +125,16 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
     assert code == 2 and f"--port is {port}: 127.0.0.1:{port} cannot be bound" in text
 
 
+def test_a_port_is_held_while_the_model_is_loaded() -> None:
+    """Bound, and not listening yet: of two servers that start together, the second is refused."""
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(InputError, match=rf"^--port is {port}: 127\.0\.0\.1:{port} cannot be bound"):
+            bind("127.0.0.1", port)
+    with bind("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
+
+
 def test_it_binds_to_this_machine_only_unless_told() -> None:
     import inspect
 
@@ -162,7 +174,7 @@ def test_without_the_extra_it_says_so_in_one_line(missing: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: autotune serve needs the extra serve: pip install 'gpu-autotune[serve]'")
+    assert done.stderr.startswith("error: autotune serve needs the extra serve: pip install '.[serve]' in a checkout")
     assert missing in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autotune.control.controllers.predictive.step_size import full_step
-from autotune.control.controllers.predictive.traffic import Demand
-from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+from autotune.control.controllers.predictive.traffic import Demand, Traffic
+from runtime.records import LimitedBy, StepRecord
+from tests.building import request_record
 
 LINEAR = 0.002, 25e-6  # s, s a token
 TOP = 8192
@@ -102,7 +103,7 @@ class TestDemand:
         ):  # 20 steps a second: 30 000 tokens asked for, two thirds computed, 150 of the rest lost each step
             waiting += 350
             demand.step(step(k * 0.05, (k + 1) * 0.05, 1000, waiting))
-            demand.lost(lost(150))
+            demand.lost(150)
         assert demand.per_second == pytest.approx(30_000, rel=0.02)
 
     def test_a_queue_that_is_worked_off_is_no_load(self) -> None:
@@ -122,7 +123,12 @@ class TestDemand:
         assert 0 < demand.per_second < 2e4
 
 
-def lost(tokens: int) -> RequestRecord:
-    return RequestRecord(
-        "r", 0.0, None, 1.0, (), tokens, 0, 0, 0, FinishReason.REJECTED, "default", "", 0, -1, 0, "queue_timeout"
-    )  # fmt: skip
+def test_of_prompts_that_are_mostly_cached_only_the_rest_is_to_be_computed() -> None:
+    traffic = Traffic()
+    assert traffic.uncached == 1
+    for _ in range(200):
+        traffic.request(request_record()._replace(prompt_tokens=1000, cached_tokens=900))
+    assert traffic.uncached == pytest.approx(0.1)
+    for _ in range(400):
+        traffic.request(request_record()._replace(prompt_tokens=1000))
+    assert traffic.uncached > 0.99

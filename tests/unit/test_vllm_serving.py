@@ -202,7 +202,7 @@ def test_without_vllm_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(named, "find_spec", lambda name: None)
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
-    assert "pip install 'gpu-autotune[vllm]'" in capsys.readouterr().err
+    assert "pip install '.[vllm]' in a checkout" in capsys.readouterr().err
     monkeypatch.setattr(named, "find_spec", lambda name: object())
     monkeypatch.setattr(command, "version", lambda name: "0.99.0")
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
@@ -249,6 +249,26 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
     assert not {"--max-num-seqs", "--max-num-batched-tokens", "--dtype", "--seed"} & {*words}, "left to vLLM"
     printed = capsys.readouterr().err
     assert printed.startswith("vllm serve ./m --scheduler-cls") and printed.endswith("--enforce-eager\n")
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ("--api-key sk-1 sk-2 --port 1", "--api-key *** *** --port 1"),
+        ("--hf-token=sk-1 --seed 3", "--hf-token=*** --seed 3"),
+        ("--hf_token sk-1", "--hf_token ***"),
+        ("--hf-token --api_key=sk-1 sk-2", "--hf-token --api_key=*** ***"),
+    ],
+)
+def test_secrets_are_passed_and_not_printed(
+    more: str, shown: str, ran: Ran, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=500ms", "--", *more.split()])
+    ((_, words),) = ran
+    printed = capsys.readouterr().err.replace("'", "")
+    assert words[-len(more.split()) :] == more.split()
+    assert printed.endswith(f" {shown}\n") and "sk-" not in printed
 
 
 @pytest.mark.parametrize("name", ["vllm", "autotune-runtime"])

@@ -13,9 +13,10 @@ from autotune.cli.main import run
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.decision_log import Decision
 from runtime.knobs import Knobs
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO, attainment
-from runtime.tunable import Listener
+from runtime.tunable import Listener, SchedulerView
+from tests.building import request_record
 from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
@@ -70,6 +71,25 @@ def test_the_starting_knobs_hold_until_records_come_again(name: str, fault: str,
         )
         assert ("not numbers" in said.cause) == (fault == "no number")
         assert engine.knobs == START and attached.status().regime == "fallback"
+        held = SchedulerView(
+            engine.now,
+            8,
+            1,
+            4,
+            4000,
+            500,
+            4000,
+            1000,
+            2000,
+            0.0,
+            0.005,
+            0.005,
+            START,
+            engine.epoch,
+            engine.limits,
+            0.005,
+        )
+        assert attached.budget(held) == START.token_budget, "and no step has a budget of its own"
         engine.fault = ""
         engine.serve_for(5)
         assert attached.decisions[-1].regime != "fallback" and attached.status().overdue_s is None
@@ -108,6 +128,25 @@ def test_nor_are_steps_of_many_seconds() -> None:
         engine.serve_for(10, rate=1)
         assert engine.now > 60
         assert not any(d.cause.startswith("no ") and "step record for" in d.cause for d in attached.decisions)
+
+
+def test_requests_rejected_as_they_come_do_not_hide_that_records_are_missing() -> None:
+    """As many come and go in each step as were there when it began."""
+    engine = Faulty(h200)
+    with control(engine, slo=TARGET) as attached:
+        engine.serve_for(5)
+        engine.fault = "lost"
+        budget = attached.budget
+
+        def asked(view: SchedulerView) -> int:
+            for number in range(view.running + view.waiting):
+                late = request_record(arrival=view.now + 1e-4, reason=FinishReason.REJECTED)
+                attached.on_request(late._replace(id=f"late-{number}"))
+            return budget(view)
+
+        attached.budget = asked  # type: ignore[method-assign]
+        engine.serve_for(5)
+        assert unheard(list(attached.decisions))
 
 
 def unheard(decisions: list[Decision]) -> list[Decision]:

@@ -23,6 +23,7 @@ from runtime.knobs import KnobLimits
 
 SCHEDULER: Final = "autotune.engines.vllm.Scheduler"
 _ADDITIONAL: Final = "--additional-config"
+_SECRET: Final = ("--api-key", "--hf-token")
 _LEAST_SLOTS: Final = 128
 _LEAST_TOKENS, _MOST_TOKENS = 2048, 16384
 """vLLM's default ceilings are no lower on any CPU or GPU, and no higher."""
@@ -128,11 +129,24 @@ def _version() -> str | None:
     return None
 
 
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    """With ``***`` for values that no log should hold."""
+    shown, hidden = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("-"):
+            hidden = name.replace("_", "-") in _SECRET
+            shown.append(f"{name}=***" if hidden and equals else argument)
+        else:
+            shown.append("***" if hidden else argument)
+    return shown
+
+
 def run(command: ServeCommand) -> NoReturn:
     """Print the command and become it: signals and the exit code are vLLM's own. Raises :class:`InputError`."""
     arguments = command.arguments()
     program = vllm_program()
-    print(shlex.join(["vllm", *arguments]), file=sys.stderr, flush=True)
+    print(shlex.join(["vllm", *_without_secrets(arguments)]), file=sys.stderr, flush=True)
     os.execv(program[0], [*program, *arguments])
 
 

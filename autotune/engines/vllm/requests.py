@@ -266,7 +266,8 @@ class SteeredRequests:
         """End or relegate what comes too late from now on, by ``policy``; None accepts everything, in the order of before."""
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
-        if wanted is not self.waiting.ordering or self.waiting.relegated_tokens:
+        behind = self.waiting.relegated_tokens or any(s.relegated is not None for s in self.prefills)
+        if wanted is not self.waiting.ordering or behind:
             other = None if wanted is self.waiting.ordering else wanted
             self.waiting.reorder(wanted)
             key_anew(self.prefills, other)  # one that has no key there keeps its own

@@ -26,7 +26,7 @@ def sections(evidence: Evidence) -> tuple[Section, ...]:
             row.name,
             str(row.slo),
             f"{row.seen.weight:g}",
-            percent(row.seen.attainment),
+            percent(row.seen.attainment) if row.seen.offered else "–",
             target_share(row.slo.attainment),
             f"{row.seen.offered:,}",
             number(row.seen.throughput, 4),
@@ -39,7 +39,10 @@ def sections(evidence: Evidence) -> tuple[Section, ...]:
         for row in found
         if row.point is chosen.point and row.missed
     ]
-    title = "; ".join(short) or "Every class meets its SLO at this rate"
+    absent = [
+        f"No request of class {row.name} came" for row in found if row.point is chosen.point and not row.seen.offered
+    ]
+    title = "; ".join([*short, *absent]) or "Every class meets its SLO at this rate"
     if evidence.simulated:
         title = f"By simulation: {title}"
     lead = "Each class is judged by its own SLO, and counts in goodput by its weight."

@@ -52,6 +52,10 @@ def section(evidence: Evidence) -> Section:
         return absent(KEY, topic, "Only one setting was measured, so there is no front to draw.")
     if not scales:
         return absent(KEY, topic, "The SLO targets nothing but ITL, which profiles do not keep.")
+    tried: list[MeasuredTrial | Point] = [*trials, *compared]
+    scales = [scale for scale in scales if any(scale.of(one) is not None for one in tried)]
+    if not scales:
+        return absent(KEY, topic, "No request has a latency that the SLO bounds.")
     notes = _cautions(compared, clouds)
     if evidence.profile.slo.itl_ms is not None:
         notes.append("Profiles do not keep the ITL: its target is not in the picture.")
@@ -64,12 +68,12 @@ def section(evidence: Evidence) -> Section:
     clouds = [cloud._replace(trials=[t for t in cloud.trials if t in kept]) for cloud in clouds]
     views = [_view(evidence, objective, scale, compared, clouds) for scale in scales]
     title = f"Best{' by simulation' if evidence.simulated else ''}: {standing(evidence).short}"
-    tried = len({t.knobs for t in trials} | {p.knobs for p in compared})
+    count = len({one.knobs for one in tried})
     known = (
         "" if objective.interval(evidence.recommended.point) is None else f"the 95% interval of its {measure.name} and "
     )
     lead = (
-        f"Each point is one of {tried} settings. {measure.direction}, further left is faster; in the "
+        f"Each point is one of {count} settings. {measure.direction}, further left is faster; in the "
         f"shaded region the 99th percentile meets its target. The star is the recommended setting, with {known}"
         f"the range of its runs. {' '.join(cloud.said for cloud in clouds)}"
     )
@@ -166,7 +170,8 @@ def _view(evidence: Evidence, objective: Objective, scale: _Scale, compared: lis
     named = f"{measure.name} ({measure.unit_in_full})"
     y = log_axis(named, ys) if measure.lowest else axis(named, rangemode="tozero")
     if not measure.lowest:
-        y["range"] = [-0.03 * max(ys), 1.1 * max(ys)]
+        top = max(ys, default=1.0)
+        y["range"] = [-0.03 * top, 1.1 * top]
     region = {
         "type": "rect", "xref": "x", "yref": "paper", "x0": 10 ** across["range"][0], "x1": scale.bound, "y0": 0, "y1": 1,
         "fillcolor": "@region", "line": {"width": 0}, "layer": "below",

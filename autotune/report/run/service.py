@@ -25,6 +25,8 @@ def attainment(run: Run) -> Section:
         return absent(key, topic, run.unrecorded or run.lacking[-1])
     whole = run.judged(run.records)
     bins = [(at, found) for at, some in binned(run) if (found := run.judged(some)).offered]
+    if not bins:
+        return absent(key, topic, "Every request on record was cancelled by its client.")
     x = [at for at, _ in bins]
     data: list[Trace] = [
         _band(x, [100 * f.low for _, f in bins], [100 * f.high for _, f in bins]),

@@ -249,7 +249,9 @@ class PagedAttention:
                     f"be auto: the kernel takes heads of at most {_MAX_DIM}, and {_MAX_GROUP} on a KV head"
                 )
             return self.plain.run(state.padded(), layer, query, key, value, terms)
-        if query.stride(2) != 1:
+        if (
+            query.stride(2) != 1 or query.stride(1) != dim
+        ):  # strides are constants of the kernel: none may follow the tokens
             query = query.contiguous()
         keys, values, plan = layer.keys, layer.values, state.plan(heads, kv_heads)
         out = query.new_empty(len(query), heads, value_dim)

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from runtime.torch_backend.cuda.counters import renew_counters
+
 
 class Capture(Protocol):
     """What records a call: the piece of CUDA that this module needs."""
@@ -35,6 +37,8 @@ class CUDACapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # recordings are not made on the default one
+        # PyTorch hands out 32 streams again and again: what is recorded here shares no counters with what was recorded before
+        renew_counters(device, self._stream.cuda_stream)
 
     def record(self, call: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self._device):
@@ -45,7 +49,8 @@ class CUDACapture:
                     call()
             graph = torch.cuda.CUDAGraph()
             # what other threads do on the device meanwhile is no part of it, and no fault
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            with torch.cuda.stream(current), recording:  # which leaves its own stream in place where it fails
                 call()
             current.wait_stream(self._stream)
         return graph.replay

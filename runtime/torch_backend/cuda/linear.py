@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runtime.torch_backend.cuda.counters import MOST_COUNTED, counters_of
 from runtime.torch_backend.cuda.language import dot, let_next_begin, prefetch, sigmoid, tl, triton, wait_for_previous
 from runtime.torch_backend.cuda.launch import launch, stream_of
 from runtime.torch_backend.cuda.tiles import MOST_ROWS, LinearTile, next_power_of_2
@@ -156,7 +157,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, s
     partial, arrived = out, out  # not used
     if parts > 1:
         partial = torch.empty(parts, 1 + silu_gated, block, outputs, dtype=torch.float32, device=x.device)
-        arrived = _counters(x.device)
+        arrived = counters_of(x.device, stream_of(x.device))
     launch(
         _linear, (outputs // tile.outputs, parts, 1), (x, weight, x if bias is None else bias, out, partial, arrived), (rows,),
         (
@@ -165,19 +166,3 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, s
         ),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
-
-
-MOST_COUNTED = 4096
-"""Tiles of outputs whose inputs may be in parts."""
-
-_arrived: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that launches on one stream share, since they run one after the other and each leaves zeros behind. Recordings keep
-    those of the stream they were made on."""
-    key = (device, stream_of(device))
-    found = _arrived.get(key)
-    if found is None:
-        found = _arrived[key] = torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
-    return found

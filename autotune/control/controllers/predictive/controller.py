@@ -120,6 +120,7 @@ class PredictiveController:
         self._budgeted = applied
         if self._decided < math.inf:  # an operator may have set other knobs since
             self._comparison.forget()
+            self._judged_from = math.inf
 
     def observe_step(self, record: StepRecord) -> None:
         if seconds := self._learned.observe(record):
@@ -136,8 +137,9 @@ class PredictiveController:
             self._comparison.saw(record.arrival, self._targets.met(record))
         if not record.completed:
             if record.scheduled is None:
-                self._demand.lost(record)
-                self._usual.lost(record)
+                lost = record.prompt_tokens * self._traffic.uncached
+                self._demand.lost(lost)
+                self._usual.lost(lost)
                 if record.reason is FinishReason.TIMEOUT or record.cause in _LATE:
                     self._gain.shed()
             return
@@ -206,7 +208,8 @@ class PredictiveController:
             proposal = proposal._replace(
                 knobs=start, regime="fallback", cause=f"{self._comparison.said}; {proposal.cause}"
             )
-        self._comparison.decided(now, proposal.knobs == start)
+        # the knobs in force may stay what they are: the controller observes, or the change is too small to be made
+        self._comparison.decided(now, start in (proposal.knobs, knobs))
         return proposal
 
     def _with_drafts(
@@ -270,7 +273,7 @@ class PredictiveController:
             self._gain.clear()  # it was taught by targets that no longer bound steps, or did not yet
             self._comparison.forget()
         target = self.target
-        learning = not ready or (self._budgeted and len(traffic.outputs) < 4)
+        learning = not ready or ((self._budgeted or targets.whole < math.inf) and len(traffic.outputs) < 4)
         if target == math.inf and ready and (targets.unmet or not learning):
             self._beyond, self._steps.prefill_quantum = False, 0
             opened = Knobs(limits.max_batch_size, 0.0, limits.token_budget, limits.chunk_size, **self._left_alone)

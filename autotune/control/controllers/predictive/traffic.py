@@ -17,6 +17,7 @@ class Traffic:
     def __init__(self) -> None:
         self.prompts = Recent(constants.WINDOW)  # tokens to compute of each request's prompt
         self.outputs = Recent(constants.WINDOW)
+        self._prompt_tokens = self._to_compute = 0.0  # decaying sums over requests
         self.contexts = Recent(constants.WINDOW)  # mean context of a decode, by step
         self.decodes = Recent(constants.WINDOW)
         self.shortest = 0.0  # step of decodes alone, s: the least of those lately; 0 before there were any
@@ -66,7 +67,14 @@ class Traffic:
 
     def request(self, record: RequestRecord) -> None:
         self.prompts.add(record.prompt_tokens - record.cached_tokens)
+        self._prompt_tokens += record.prompt_tokens - constants.MEMORY * self._prompt_tokens
+        self._to_compute += record.prompt_tokens - record.cached_tokens - constants.MEMORY * self._to_compute
         self.outputs.add(record.output_tokens)
+
+    @property
+    def uncached(self) -> float:
+        """Share of prompts that was to be computed; 1 before any request has ended."""
+        return self._to_compute / self._prompt_tokens if self._prompt_tokens else 1.0
 
     def requests(self, demand: float) -> Requests | None:
         """Requests as they came lately, where they ask for so many prompt tokens a second; None before any has ended."""
@@ -107,9 +115,9 @@ class Demand:
         self._seconds = keep * self._seconds + passed
         self._waiting = record.waiting_tokens
 
-    def lost(self, record: RequestRecord) -> None:
-        """A request has ended without having begun."""
-        self._tokens += record.prompt_tokens
+    def lost(self, tokens: float) -> None:
+        """A request has ended without having begun, with so many tokens of its prompt to compute."""
+        self._tokens += tokens
 
     @property
     def per_second(self) -> float:
