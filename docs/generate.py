@@ -157,14 +157,19 @@ def _public(name: str, value: Any) -> list[str]:
 
 
 def _members(value: type) -> list[str]:
+    """Those of the class and of the classes of ours that it derives from."""
+    kept: dict[str, Any] = {}
+    for one in value.__mro__:
+        if one.__module__.split(".")[0] in ("runtime", "autotune"):
+            kept = {**vars(one), **kept}
     found = []
-    for name, kept in vars(value).items():
+    for name, what in kept.items():
         if name.startswith("_") or not (
-            isinstance(kept, property | classmethod | staticmethod) or inspect.isfunction(kept)
+            isinstance(what, property | classmethod | staticmethod) or inspect.isfunction(what)
         ):
             continue
-        shown = name if isinstance(kept, property) else _signature(name, getattr(value, name), wide=1000)
-        if about := inspect.getdoc(kept):
+        shown = name if isinstance(what, property) else _signature(name, getattr(value, name), wide=1000)
+        if about := inspect.getdoc(what):
             found.append(f"| `{_cell(shown)}` | {_cell(_plain(about))} |")
     return found
 

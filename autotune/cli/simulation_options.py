@@ -132,7 +132,7 @@ class SimulationOptions:
         others: list[RequestClass] | None = None
         if workload is not None and self.profile.classes:  # another workload may know none of them
             there = classes_of(load)
-            others = [one for one in self.profile.classes if one.name in there]
+            others = list(self.profile.classes) if any(one.name in there for one in self.profile.classes) else []
         scenario = checked(
             "", lambda: Scenario.of(
                 self.profile, profile, workload=load, slo=target, classes=own or others, speeds=speeds, kv_tokens=kv_tokens,

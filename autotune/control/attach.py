@@ -75,7 +75,10 @@ def attach(
         start = loaded.knobs
     begin = engine.knobs if start is None else engine.effective_limits.clamp(start)
     if controller is None or isinstance(controller, str):
-        controller = _named(controller, engine, target, engine.knobs if observe_only else begin, loaded)
+        fallback = (
+            engine.knobs if observe_only and controller in (None, "predictive") else begin
+        )  # what serves meanwhile
+        controller = _named(controller, engine, target, fallback, loaded)
     attached = Control(
         engine,
         controller,

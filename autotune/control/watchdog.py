@@ -38,7 +38,7 @@ class Watchdog:
 
     def ends(self, record: RequestRecord) -> None:
         """A request has ended. After the last one that was there when the step began, no record is due."""
-        if record.arrival > self.latest:  # such as one that was rejected as it came
+        if record.arrival > self.latest or record.finished < self.latest:  # such as one that was rejected as it came
             return
         self._served -= 1
         if self._served == 0:

@@ -5,8 +5,9 @@ wants the core that the engine computes on. Rate and SLO of each follow from a c
 
 - *ours* starts cold from vLLM's defaults in every turn, knows neither machine nor traffic, and has all it can do: knobs,
   budgets of single steps, early rejection, deadline order. All its requests count, those it learns from too. ``--knobs-only``
-  adds the same turning knobs and nothing else; ``--layers`` everybody with one layer more at a time (ours, AIMD and bisection
-  with the constants of the simulated benchmark, the defaults), and the best fixed settings with the same order and rejection.
+  adds the same turning knobs and nothing else; ``--admission`` the best fixed settings with the same order and rejection;
+  ``--layers`` everybody with one layer more at a time (ours, AIMD and bisection with the constants of the simulated benchmark,
+  the defaults), and the best fixed settings with the same order and rejection.
 - *defaults* are vLLM's, 1024 sequences and 8192 tokens, on our engine.
 - *the best fixed setting*: a grid of 42 is simulated on the step times of this very machine; the best eight are measured, and
   the best of these by what was measured, known only afterwards, is what ours is compared with: of each load its own, for a
@@ -98,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--simulated", action="store_true", help="after calibration, serve all of it in simulation instead"
     )
+    parser.add_argument(
+        "--admission", action="store_true", help="also fixed settings with the same order and rejection"
+    )
     parser.add_argument("--wall-clock", action="store_true", help="leave the machine's drift in")
     parser.add_argument("--undisturbed", action="store_true", help="leave out time that other processes took")
     parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
@@ -123,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             cost, slower = _learn(machine, plan, args.seed, stop.is_set)
             simulation = partial(simulated, cost, machine.facts, slower)
-            held = (fixed, admitted) if args.layers else (fixed,)
+            held = (fixed, admitted) if args.layers or args.admission else (fixed,)
             loads = prepare(machine, simulation, cost, slower, plan, everywhere, args.case, args.load, held=held)
         except Interrupted:
             say("stopped before anything was measured")

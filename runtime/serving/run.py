@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 
@@ -42,16 +42,25 @@ def bind(host: str, port: int) -> socket.socket:
         raise InputError(f"--host is {host}: {getattr(error, 'strerror', None) or error}") from None
     bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 0
-        )  # or who loads at the same time could bind to it, too
+        try:
+            bound.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            _bind_again(bound, address)
     except OSError as error:
         bound.close()
         wrong = f"--host is {host}" if error.errno == errno.EADDRNOTAVAIL else f"--port is {port}"
         raise InputError(f"{wrong}: {host}:{port} cannot be bound ({error.strerror or error})") from None
     return bound
+
+
+def _bind_again(bound: socket.socket, address: Any) -> None:
+    """Where connections of a server that has ended may still hold the port. Not at first: with this option two that are loading
+    could both bind to it."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(address)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def url_of(bound: socket.socket) -> str:

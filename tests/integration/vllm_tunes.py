@@ -20,7 +20,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler as Stock
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
@@ -30,8 +31,10 @@ from autotune.cli.connection import ask
 from autotune.control.decision_log import read_decisions
 from autotune.engines.vllm import Scheduler
 from autotune.engines.vllm.scheduler import REJECTED, picked, unfit
+from autotune.engines.vllm.steering import Steering
 from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
+from runtime.llm.admission import AdmissionPolicy
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from tests.fakes import Records
 from tests.integration.llama_folder import weightless_folder
@@ -695,3 +698,128 @@ def test_who_was_preempted_with_its_first_token_on_its_way_is_not_rejected_for_i
     ended = {name: (reason, tokens) for name, (reason, _, tokens) in served.run().items()}
     assert ended == {long.partition("-")[0]: ("length", 60), short.partition("-")[0]: ("length", 5)}
     assert scheduler.fault is None
+
+
+def test_a_model_whose_images_cannot_be_cut_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image above the chunk size would be cut all the same, and its first part not see the rest."""
+    config = EngineArgs(model=str(folder), load_format="dummy", dtype="float32").create_engine_config()
+    config.scheduler_config.disable_chunked_mm_input = True
+    assert unfit(config) is None, "there are no images"
+    monkeypatch.setattr(type(config.model_config), "is_multimodal_model", property(lambda model: True))
+    assert unfit(config) == "disable_chunked_mm_input is on, so no image may be longer than a chunk"
+
+
+def prioritized(served: Served, *priorities: int, output: int = 2) -> list[str]:
+    """Their ids in the order in which they end; the first has begun when the others come."""
+    params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False)
+    ended = []
+    for number, priority in enumerate(priorities):
+        served.llm.add_request(str(number), {"prompt_token_ids": [5] * 20}, params, priority=priority)
+        if not number:
+            served.llm.step()
+    while served.llm.has_unfinished_requests():
+        ended += [one.request_id for one in served.llm.step() if one.finished]
+    return ended
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", ["0", "1", "2"]), ("priority", ["0", "2", "1"])])
+def test_priorities_count_where_they_do_in_vllm(serve: Callable[..., Served], policy: str, order: list[str]) -> None:
+    served = serve({**SLO, "controller": "static"}, max_num_seqs=1, scheduling_policy=policy)
+    assert prioritized(served, 0, 0, -1) == order
+
+
+def test_who_runs_is_preempted_by_its_priority(serve: Callable[..., Served]) -> None:
+    """The least important first; of equals the newest."""
+    served = serve({**SLO, "controller": "static"}, scheduling_policy="priority")
+    params = SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)
+    for number, priority in enumerate((5, -3, 5, 0)):
+        served.llm.add_request(str(number), {"prompt_token_ids": [5] * 20}, params, priority=priority)
+        served.llm.step()
+    running = sorted(served.scheduler.running, key=lambda request: request.priority, reverse=True)
+    assert [request.request_id.partition("-")[0] for request in running] == ["2", "0", "3", "1"]
+    served.scheduler.steering.give_back_priorities()
+    assert sorted(request.priority for request in served.scheduler.running) == [-3, 0, 5, 5]
+
+
+def test_a_step_that_never_lands_shifts_no_other(serve: Callable[..., Served]) -> None:
+    """As when vLLM goes on after a fault of a step."""
+    served = serve({**SLO, "controller": "static"})
+    served.add(100, 5)
+    served.llm.step()
+    steering = served.scheduler.steering
+    steering._plans.append((object(), None))
+    with heard(served) as records:
+        served.add(70, 5)
+        served.run()
+    assert sum(step.prefill_tokens for step in records.steps) == 70 and not steering._plans
+
+
+def urgent_behind_a_long_prompt(serve: Callable[..., Served]) -> Served:
+    section = {"slo": "ttft=60s", "classes": ["urgent:ttft=5s"], "reject_late": True, "controller": "static"}
+    served = serve(section, max_num_batched_tokens=64)
+    served.add(3000, 2)
+    for _ in range(2):
+        served.llm.step()
+    served.add(60, 2, request_class="urgent")
+    return served
+
+
+def test_prompts_do_not_yield_where_vllm_counts_adapters(serve: Callable[..., Served]) -> None:
+    for adapters, yields in ((None, 1), (object(), 0)):
+        served = urgent_behind_a_long_prompt(serve)
+        steering = served.scheduler.steering
+        served.scheduler.lora_config = adapters
+        steering._may_yield = Steering(served.scheduler, steering.clock, lambda names: None)._may_yield
+        steering.prepare()
+        assert len(steering._yielding) == yields
+        steering.put_back()
+        served.scheduler.lora_config = None
+        served.run()
+
+
+def test_prompts_go_on_while_vllm_begins_nothing(serve: Callable[..., Served]) -> None:
+    served = urgent_behind_a_long_prompt(serve)
+    served.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    with heard(served) as records:
+        for _ in range(20):
+            served.llm.step()
+        assert sum(step.prefill_tokens > 0 for step in records.steps) >= 17
+        served.scheduler.set_pause_state(PauseState.UNPAUSED)
+        served.run()
+    assert [r.request_class for r in records.requests] == ["urgent", "default"]
+
+
+def test_who_waits_elsewhere_stays_there(serve: Callable[..., Served]) -> None:
+    """A queue that other versions have, for requests that lack something."""
+    served = serve({**SLO, "controller": "static"}, max_num_seqs=1)
+    for _ in range(4):
+        served.add(20, 2)
+    scheduler = served.scheduler
+    served.llm.step()
+    scheduler.skipped_waiting = create_request_queue(SchedulingPolicy.PRIORITY)
+    moved = next(iter(scheduler.waiting))
+    scheduler.waiting.remove_requests([moved])
+    scheduler.skipped_waiting.add_request(moved)
+    scheduler.steering.set_admission(AdmissionPolicy())
+    scheduler.steering.set_admission(None)
+    assert list(scheduler.skipped_waiting) == [moved] and moved not in list(scheduler.waiting)
+    assert len(scheduler.waiting) == 2
+    del scheduler.skipped_waiting
+
+
+def test_a_look_at_the_prefix_cache_reports_nothing(serve: Callable[..., Served]) -> None:
+    """To a router that asked for every reuse of a block."""
+    served = serve({**SLO, "controller": "static"}, enable_prefix_caching=True)
+    served.add(100, 2)
+    served.run()
+    manager = served.scheduler.kv_cache_manager
+    told: list[object] = []
+    manager.enable_kv_cache_events = True
+    manager.coordinator.emit_cached_block_events = lambda *args: told.append(args)
+    params = SamplingParams(
+        max_tokens=2, ignore_eos=True, detokenize=False, extra_args={"kv_cache_report_mode": "full"}
+    )
+    served.llm.add_request("again", {"prompt_token_ids": [5] * 100}, params)
+    assert not told
+    served.run()
+    assert len(told) == 1

@@ -343,6 +343,33 @@ def test_an_e2e_target_bounds_steps_from_the_first_answer_on() -> None:
         assert any(d.regime not in ("", "learning") for d in attached.decisions)
 
 
+def test_an_e2e_target_beside_another_holds_up_no_decision() -> None:
+    """The other says how long a step may be before any answer has ended."""
+    engine = SimulatedEngine(h200)
+    slo = SLO(tpot_ms=15, e2e_ms=60_000)
+    with control(engine, slo=slo, controller=KnobsOnly(PredictiveController(slo, VLLM))) as attached:
+        engine.play([(0.1 * n, 2000, 1500) for n in range(40)])
+        cut = next(d.at for d in attached.decisions if d.action == "set" and d.new["token_budget"] < 4096)
+        assert cut < 2
+
+
+def test_misses_teach_knobs_that_stay_where_they_started() -> None:
+    """The proposal is so near that it makes no change, and requests miss their target all the same."""
+    dice, slo = random.Random(5), SLO(tpot_ms=12)
+
+    def stalling(step: StepFeatures) -> float:
+        return h200(step) * (15 if dice.random() < 0.02 else 1)
+
+    start = Knobs(64, 0, 240, 240)
+    engine = SimulatedEngine(
+        stalling, knobs=start, limits=KnobLimits(max_batch_size=64, token_budget=256, chunk_size=256)
+    )
+    made = KnobsOnly(PredictiveController(slo, start))
+    with control(engine, slo=slo, controller=made, pinned={"max_batch_size": 64}):
+        engine.play(poisson(30, 30, 1500, 50, seed=6))
+    assert engine.knobs.token_budget < start.token_budget
+
+
 def test_target_is_the_tightest_of_tpot_and_itl() -> None:
     made = PredictiveController(SLO(tpot_ms=50, itl_ms=20), VLLM)
     assert made.target == pytest.approx(0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 from collections.abc import MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -114,18 +113,18 @@ def test_what_is_late_is_computed_rejected_or_relegated() -> None:
 
 
 def test_the_command_names_scheduler_middleware_and_ceilings() -> None:
-    made = ServeCommand(
+    command = ServeCommand(
         "./model",
         Options(slo="ttft=500ms,tpot=50ms", reject_late=True),
         KnobLimits(max_batch_size=64, token_budget=2048),
         prefill_rate=1000.5,
         flags={"--port": 8000, "--dtype": None},
         more=("--tensor-parallel-size", "2", "--max-num-seqs=32"),
-    ).arguments()
+    )
+    made = command.arguments()
     assert made[:4] == ["serve", "./model", "--scheduler-cls", "autotune.engines.vllm.Scheduler"]
-    assert json.loads(made[made.index("--additional-config") + 1]) == {
-        "autotune": {"slo": "ttft=500ms,tpot=50ms", "reject_late": True}
-    }
+    assert command.environment() == {"AUTOTUNE_SLO": "ttft=500ms,tpot=50ms", "AUTOTUNE_REJECT_LATE": "1"}
+    assert "--additional-config" not in made, "by which vLLM's compiled code is stored"
     assert made[made.index("--middleware") + 1] == "autotune.engines.vllm.RejectionStatus"
     assert made[made.index("--max-num-batched-tokens") + 1] == "2048"
     assert made[made.index("--max-num-queued-tokens") + 1] == "501"  # TTFT x prefill rate
@@ -133,33 +132,15 @@ def test_the_command_names_scheduler_middleware_and_ceilings() -> None:
     assert "--dtype" not in made and made[-3:] == ["--tensor-parallel-size", "2", "--max-num-seqs=32"]
 
 
-def test_what_additional_config_says_is_added_to_ours() -> None:
-    """vLLM would take the last alone, and not be tuned, for want of an SLO."""
-
-    def said(*more: str) -> tuple[object, list[str]]:
-        made = ServeCommand("m", Options(slo="ttft=500ms", log="a.jsonl"), more=more).arguments()
-        assert made.count("--additional-config") == 1
-        at = made.index("--additional-config")
-        return json.loads(made[at + 1]), made[made.index("--middleware") + 2 :]
-
-    ours = {"slo": "ttft=500ms", "log": "a.jsonl"}
-    assert said("--seed", "3") == ({"autotune": ours}, ["--seed", "3"])
-    section = '{"autotune": {"metrics": "x.prom", "log": "b.jsonl"}, "other": 1}'
-    joined = {"autotune": {**ours, "metrics": "x.prom", "log": "b.jsonl"}, "other": 1}
-    for more in (
-        ("--additional-config", section),
-        (f"--additional-config={section}",),
-        ("--additional_config", section),
-    ):
-        assert said("--seed", "3", *more) == (joined, ["--seed", "3"])
-    for wrong, says in (
-        (("--additional-config", "metrics=x"), "--additional-config is 'metrics=x'; it must be a JSON object"),
-        (("--additional-config",), "--additional-config is ''; it must be a JSON object"),
-        (("--additional-config", '{"autotune": 3}'), "--additional-config: autotune is 3; it must be an object"),
-        (("--additional-config.autotune.metrics", "x"), "--additional-config.autotune.metrics cannot be joined"),
-    ):
-        with pytest.raises(InputError, match=re.escape(says)):
-            said(*wrong)
+def test_options_survive_the_environment() -> None:
+    made = Options(
+        slo="ttft=500ms", classes=("a:ttft=1s*2", "b:tpot=3ms"), log="a b.jsonl", reject_late=True, off=True,
+        pinned={"token_budget": 512, "max_wait_ms": 2.5},
+    )  # fmt: skip
+    assert Options.read(ServeCommand("m", made).environment(), None) == made
+    for wrong in ("token_budget", "token_budget=", "token_budget=x"):
+        with pytest.raises(InputError, match=f"AUTOTUNE_PINNED is '{wrong}'; it must be"):
+            Options.read({"AUTOTUNE_PINNED": wrong}, None)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +190,7 @@ def test_without_vllm_it_says_what_to_install(
     assert "it is version 0.99.0, and this was made for" in capsys.readouterr().err
 
 
-Ran = list[tuple[str, list[str]]]
+Ran = list[tuple[str, list[str], dict[str, str]]]
 
 
 @pytest.fixture
@@ -217,13 +198,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     """The programs that this process would have become."""
     found: Ran = []
 
-    def become(program: str, words: list[str]) -> None:
-        found.append((program, words))
+    def become(program: str, words: list[str], environment: dict[str, str]) -> None:
+        found.append(
+            (program, words, {name: value for name, value in environment.items() if name.startswith("AUTOTUNE_")})
+        )
         raise SystemExit(0)
 
     monkeypatch.setattr(named, "find_spec", lambda name: object())
     monkeypatch.setattr(command, "version", lambda name: "0.32.1+cpu")
-    monkeypatch.setattr(command.os, "execv", become)
+    monkeypatch.setattr(command.os, "execve", become)
     return found
 
 
@@ -238,17 +221,18 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
             "--decisions", "d.jsonl", "--grace", "2.5", "--kv-cache-dtype", "fp8",
             "--class", "chat:ttft=300ms", "--", "--enforce-eager",
         ])  # fmt: skip
-    ((program, words),) = ran
+    ((program, words, environment),) = ran
     assert words[0] == program and words[-1] == "--enforce-eager"
-    section = json.loads(words[words.index("--additional-config") + 1])["autotune"]
-    assert section == {
-        "slo": "ttft=500ms@99%", "classes": ["chat:ttft=300ms"], "log": str(log), "pinned": {"token_budget": 64},
+    assert environment == {
+        "AUTOTUNE_SLO": "ttft=500ms@99%", "AUTOTUNE_CLASSES": "chat:ttft=300ms", "AUTOTUNE_LOG": str(log),
+        "AUTOTUNE_PINNED": "token_budget=64",
     }  # fmt: skip
     assert words[words.index("--shutdown-timeout") + 1] == "3" and words[words.index("--port") + 1] == "9000"
     assert words[words.index("--kv-cache-dtype") + 1] == "fp8"
     assert not {"--max-num-seqs", "--max-num-batched-tokens", "--dtype", "--seed"} & {*words}, "left to vLLM"
     printed = capsys.readouterr().err
-    assert printed.startswith("vllm serve ./m --scheduler-cls") and printed.endswith("--enforce-eager\n")
+    assert printed.startswith("AUTOTUNE_SLO=ttft=500ms@99% ") and " vllm serve ./m --scheduler-cls" in printed
+    assert printed.endswith("--enforce-eager\n")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +249,7 @@ def test_secrets_are_passed_and_not_printed(
 ) -> None:
     with pytest.raises(SystemExit):
         run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=500ms", "--", *more.split()])
-    ((_, words),) = ran
+    ((_, words, _),) = ran
     printed = capsys.readouterr().err.replace("'", "")
     assert words[-len(more.split()) :] == more.split()
     assert printed.endswith(f" {shown}\n") and "sk-" not in printed
@@ -278,12 +262,11 @@ def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran,
     save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
     with pytest.raises(SystemExit):
         run(["serve", "--engine", "vllm", "--profile", str(tmp_path / "p.yaml"), "--anyway"])
-    ((_, words),) = ran
+    ((_, words, environment),) = ran
     at = words.index("serve")
     assert words[at : at + 2] == ["serve", measured.model.name]
     assert words[words.index("--max-num-batched-tokens") + 1] == str(measured.engine.limits.token_budget)
-    section = json.loads(words[words.index("--additional-config") + 1])["autotune"]
-    assert section == {"slo": str(measured.slo), "profile": str((tmp_path / "p.yaml").resolve())}
+    assert environment == {"AUTOTUNE_SLO": str(measured.slo), "AUTOTUNE_PROFILE": str((tmp_path / "p.yaml").resolve())}
     assert words[words.index("--dtype") + 1] == measured.model.dtype and "--kv-cache-dtype" not in words
     last = ["--enforce-eager", "--no-enable-prefix-caching", "--load-format", "dummy"]
     assert words[-4:] == last if name == "vllm" else not {*words} & {*last}
@@ -298,7 +281,7 @@ def test_an_option_takes_the_place_of_a_profile_s_argument(ran: Ran, tmp_path: P
             "serve", "--engine", "vllm", "--profile", str(tmp_path / "p.yaml"), "--anyway", "--kv-cache-dtype", "fp8",
             "--max-model-len", "256",
         ])  # fmt: skip
-    ((_, words),) = ran
+    ((_, words, _),) = ran
     given = {
         option: words[i + 1] for i, option in enumerate(words) if option in ("--kv-cache-dtype", "--max-model-len")
     }
@@ -335,7 +318,7 @@ def test_knobs_given_by_hand_are_in_reach_and_without_a_controller_in_force(
 ) -> None:
     with pytest.raises(SystemExit):
         run([*SLO_, *words])
-    ((_, became),) = ran
+    ((_, became, _),) = ran
     known = ("--max-num-seqs", "--max-num-batched-tokens", "--long-prefill-token-threshold")
     assert {word: became[i + 1] for i, word in enumerate(became) if word in known} == flags
 
@@ -353,7 +336,7 @@ def test_without_a_controller_a_profile_s_setting_is_in_force(ran: Ran, tmp_path
     save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
     with pytest.raises(SystemExit):
         run(["serve", "--engine", "vllm", "--profile", str(tmp_path / "p.yaml"), "--anyway", "--no-control"])
-    ((_, words),) = ran
+    ((_, words, _),) = ran
     assert words[words.index("--max-num-batched-tokens") + 1] == str(measured.knobs.token_budget)
     assert "--enforce-eager" in words and "--max-num-active-seqs" not in words
     assert words.count("--max-num-seqs") == words.count("--max-num-batched-tokens") == 1
@@ -432,6 +415,14 @@ def test_several_prompts_or_answers_are_rejected_as_a_whole(others: tuple[dict[s
     assert json.loads(body)["error"]["message"] == "its first token would come too late"
 
 
+def test_what_keeps_a_connection_open_is_no_answer() -> None:
+    waits = b": keep-alive\n\n"
+    assert answered(EVENTS, waits, waits, DONE)[0] == 429
+    assert answered(EVENTS, waits + ROLE, waits + event(choices=[{**ABORTED, "delta": {}}]), DONE)[0] == 429
+    text = event(choices=[{"index": 0, "text": "a", "finish_reason": None}])
+    assert answered(EVENTS, waits, text, DONE)[::2] == (200, waits + text + DONE)
+
+
 def test_what_is_left_of_them_is_ended() -> None:
     """As soon as one of them is known to be rejected; what the app says of its client's going is of no interest."""
     heard: list[Any] = []
@@ -474,20 +465,23 @@ def test_an_error_of_the_app_is_its_own() -> None:
 
 
 def test_who_cannot_be_told_of_a_rejection_is_late_instead() -> None:
-    """vLLM's API server has no answer without log probabilities for who wants them, and ends at one without an embedding."""
+    """vLLM's API server has no answer without log probabilities for who wants them, and ends at one without an embedding. A beam
+    search would end in the middle of its answer."""
     rejects = Admission(AdmissionPolicy(late="reject"), SlackTracker({}))
     verdict = Verdict(SLO_REASON, "late", 1.0)
     kinds = [
         {"sampling_params": SimpleNamespace(prompt_logprobs=None), "pooling_params": None},
         {"sampling_params": SimpleNamespace(prompt_logprobs=1), "pooling_params": None},
         {"sampling_params": None, "pooling_params": object()},
+        {"sampling_params": SimpleNamespace(prompt_logprobs=None, logprob_token_ids=[5]), "pooling_params": None},
+        {"sampling_params": SimpleNamespace(), "pooling_params": None, "request_id": "cmpl-1-beam-3-0123abcd"},
     ]
     found = []
     for kind in kinds:
         sequence = Sequence(Request("r", (), SamplingParams(), 1, 0.0))
-        sequence.data = SimpleNamespace(**kind)
+        sequence.data = SimpleNamespace(**{"request_id": "cmpl-1-0-0123abcd", **kind})
         found.append(Steering._relegates(rejects, sequence, verdict))
-    assert found == [False, True, True]
+    assert found == [False, True, True, True, True]
 
 
 def test_what_vllm_calls_the_end_of_a_request() -> None:

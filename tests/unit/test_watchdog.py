@@ -136,13 +136,17 @@ def test_requests_rejected_as_they_come_do_not_hide_that_records_are_missing() -
     with control(engine, slo=TARGET) as attached:
         engine.serve_for(5)
         engine.fault = "lost"
-        budget = attached.budget
+        budget, last = attached.budget, engine.now
 
         def asked(view: SchedulerView) -> int:
-            for number in range(view.running + view.waiting):
-                late = request_record(arrival=view.now + 1e-4, reason=FinishReason.REJECTED)
+            nonlocal last
+            found = budget(view)
+            for number in range(view.running + view.waiting):  # an engine may tell of them when the next step has begun
+                came = (last + view.now) / 2
+                late = request_record(arrival=came, finished=came, reason=FinishReason.REJECTED)
                 attached.on_request(late._replace(id=f"late-{number}"))
-            return budget(view)
+            last = view.now
+            return found
 
         attached.budget = asked  # type: ignore[method-assign]
         engine.serve_for(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -17,12 +16,11 @@ from typing import Final, NoReturn
 from autotune.engines.named import ToServe
 from autotune.engines.vllm.named import check_installed
 from autotune.engines.vllm.scheduler import unfit_version
-from autotune.engines.vllm.serving import SECTION, Options
+from autotune.engines.vllm.serving import Options
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 
 SCHEDULER: Final = "autotune.engines.vllm.Scheduler"
-_ADDITIONAL: Final = "--additional-config"
 _SECRET: Final = ("--api-key", "--hf-token")
 _LEAST_SLOTS: Final = 128
 _LEAST_TOKENS, _MOST_TOKENS = 2048, 16384
@@ -40,7 +38,7 @@ class ServeCommand:
     """What ``vllm serve`` is to be given. ``limits``: the ceilings of the knobs; None leaves them to vLLM. ``prefill_rate``:
     prompt tokens a second, where that is known: with ``options.reject_late`` vLLM's API server then answers 503 by itself while
     more prompt tokens wait than can be computed within the TTFT target. ``more``: arguments of vLLM's own, which come last, so
-    that they count; what ``--additional-config`` among them says is added to ours."""
+    that they count."""
 
     model: str
     options: Options
@@ -51,18 +49,7 @@ class ServeCommand:
 
     def arguments(self) -> list[str]:
         """Those of ``vllm``. Raises :class:`InputError` for ``options`` that cannot be used."""
-        given = {name: value for name, value in asdict(self.options).items() if value not in (None, False, (), {})}
-        theirs, more = _additional(self.more)
-        section = theirs.pop(SECTION, {})
-        if not isinstance(section, Mapping):
-            raise InputError(f"{_ADDITIONAL}: {SECTION} is {section!r}; it must be an object")
-        words = [
-            "serve",
-            self.model,
-            *("--scheduler-cls", SCHEDULER),
-            *(_ADDITIONAL, json.dumps({SECTION: {**given, **section}, **theirs})),
-            *("--middleware", MIDDLEWARE),
-        ]
+        words = ["serve", self.model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
         flags: dict[str, str | int | None] = dict(self.flags or {})
         if self.limits is not None:
             flags["--max-num-seqs"] = min(self.limits.max_batch_size, self.limits.token_budget)
@@ -71,7 +58,12 @@ class ServeCommand:
         for flag, value in flags.items():
             if value is not None and not self._overruled(flag):
                 words += [flag, str(value)]
-        return [*words, *more]
+        return [*words, *self.more]
+
+    def environment(self) -> dict[str, str]:
+        """``options`` as variables. Not in ``--additional-config``: vLLM compiles anew for each other one."""
+        given = {name: value for name, value in asdict(self.options).items() if value not in (None, False, (), {})}
+        return {f"AUTOTUNE_{name.upper()}": _as_variable(value) for name, value in given.items()}
 
     def _overruled(self, flag: str) -> bool:
         return any(word == flag or word.startswith(f"{flag}=") for word in self.more)
@@ -86,30 +78,10 @@ class ServeCommand:
         return max(1, math.ceil(self.prefill_rate * target.ttft_ms / 1e3))
 
 
-def _additional(words: Sequence[str]) -> tuple[dict[str, object], list[str]]:
-    """What ``--additional-config`` says among ``words``, and the other words. vLLM would take the last alone. Raises
-    :class:`InputError` for what is no JSON object."""
-    found: dict[str, object] = {}
-    left, rest = list[str](), iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=")
-        option = option.replace("_", "-")
-        if option.startswith(f"{_ADDITIONAL}."):
-            raise InputError(
-                f"{word} cannot be joined with what autotune passes; write {_ADDITIONAL} and a JSON object"
-            )
-        if option != _ADDITIONAL:
-            left.append(word)
-            continue
-        said = value if equals else next(rest, "")
-        try:
-            made = json.loads(said)
-        except ValueError:
-            made = None
-        if not isinstance(made, dict):
-            raise InputError(f"{_ADDITIONAL} is {said!r}; it must be a JSON object")
-        found |= made
-    return found, left
+def _as_variable(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={number}" for name, number in value.items())
+    return "1" if value is True else " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def vllm_program() -> list[str]:
@@ -144,10 +116,11 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def run(command: ServeCommand) -> NoReturn:
     """Print the command and become it: signals and the exit code are vLLM's own. Raises :class:`InputError`."""
-    arguments = command.arguments()
+    arguments, environment = command.arguments(), command.environment()
     program = vllm_program()
-    print(shlex.join(["vllm", *_without_secrets(arguments)]), file=sys.stderr, flush=True)
-    os.execv(program[0], [*program, *arguments])
+    shown = [*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), "vllm"]
+    print(*shown, shlex.join(_without_secrets(arguments)), file=sys.stderr, flush=True)
+    os.execve(program[0], [*program, *arguments], {**os.environ, **environment})
 
 
 def serve(requested: ToServe) -> NoReturn:

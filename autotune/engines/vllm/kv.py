@@ -100,7 +100,14 @@ class KvPool:
 
     def cached(self, request: Any) -> tuple[int, set[int]]:
         """Tokens of ``request`` in vLLM's prefix cache, and those of their blocks that nobody holds."""
-        found = self._computed(request)
+        mode = getattr(request, "kv_cache_report_mode", None)
+        if mode == "full":  # vLLM would report each block to whoever routes by them, as if it were about to be used
+            request.kv_cache_report_mode = "incremental"
+        try:
+            found = self._computed(request)
+        finally:
+            if mode == "full":
+                request.kv_cache_report_mode = mode
         cached = int(found[1])
         if not cached or self.uncounted:
             return cached, set()

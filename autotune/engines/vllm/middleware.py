@@ -94,6 +94,8 @@ class _Beginning:
         if self._stream:
             *events, self._body = self._body.split(b"\n\n")
             for event in events:
+                if event.startswith(b":"):  # a comment, by which vLLM keeps a connection open
+                    continue
                 if (found := self._event(event.removeprefix(b"data: ").strip())) != "more":
                     return found
             return "answer" if last else "more"

@@ -9,6 +9,7 @@ Steps are those of :mod:`autotune.engines.vllm.steering`.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
@@ -32,6 +33,12 @@ CLASS: Final = "request_class"
 TENANT: Final = "tenant"
 """Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
 _FIRST: Final = -1e15  # of what runs: it stands before all that waits, should it be preempted
+_LEVEL: Final = 1e10  # of a client's priority among what runs
+_MOST_PRIORITY: Final = 10_000
+_DECODES: Final = -_LEVEL / 2  # prompts are preempted before decodes
+QUEUES: Final = ("waiting", "kv_holding_waiting", "skipped_waiting")
+"""Queues of a scheduler of vLLM's, of which each version has its own."""
+_BEAM: Final = re.compile(r"-beam-\d+(-[0-9a-f]+)?$")  # how vLLM calls the requests that a beam search is made of
 _REASONS: Final = {
     "stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED,
 }  # fmt: skip
@@ -81,6 +88,9 @@ class SteeredRequests:
         self._admission: Admission | None = None
         self._expiries: Expiries[Sequence] = Expiries(lambda sequence: sequence.state == "finished")
         self._by_name: dict[str, Sequence] = {}
+        self._said: dict[str, int] = {}  # priorities, as clients gave them
+        # else vLLM does not look at priorities
+        self._by_priority = str(getattr(getattr(scheduler, "_stock_policy", ""), "value", "priority")) == "priority"
         self._aborted: list[Aborted] = []
         self._families = Families()
         self._step = 0  # that have landed with decodes
@@ -90,8 +100,8 @@ class SteeredRequests:
 
     def give_back_priorities(self) -> None:
         """Of :meth:`let_go` what clients said of their requests."""
-        for sequence in self._by_name.values():
-            sequence.data.priority = -sequence.request.priority
+        for name, sequence in self._by_name.items():
+            sequence.data.priority = self._said[name]
 
     def adding(self, request: Any) -> bool:
         """vLLM is about to queue ``request``. False if it has it already."""
@@ -102,6 +112,7 @@ class SteeredRequests:
         sequence.data = request
         self.newest, self.refusal = sequence, None
         self._by_name[request.request_id] = sequence
+        self._said[request.request_id] = int(request.priority)
         self._families.joined(request.request_id, sequence)
         self._queue(sequence)
         request.priority = sequence.key
@@ -144,7 +155,7 @@ class SteeredRequests:
             params=_NO_PARAMS,
             max_tokens=request.max_tokens,
             arrival=self.clock.now() - ago,
-            priority=-int(request.priority),  # vLLM's lowest goes first
+            priority=-int(request.priority) if self._by_priority else 0,  # vLLM's lowest goes first
             tenant=str(said.get(TENANT, "")),
             request_class=str(said.get(CLASS, "default")),
             prompt_len=request.num_prompt_tokens,
@@ -166,12 +177,14 @@ class SteeredRequests:
 
     @staticmethod
     def _relegates(admission: Admission, sequence: Sequence, verdict: Verdict) -> bool:
-        """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt cannot be empty:
-        its API server would make it a 500. Nor can that to a pooling request: its API server would end."""
-        request = sequence.data
-        wants = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+        """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt, or of given
+        tokens, cannot be empty: its API server would make it an error. Nor can that to a pooling request: its API server would
+        end. Of a beam search each token is a request, and one that is rejected would end the answer in the middle."""
+        request, params = sequence.data, sequence.data.sampling_params
+        wants = any(getattr(params, name, None) is not None for name in ("prompt_logprobs", "logprob_token_ids"))
         pooled = getattr(request, "pooling_params", None) is not None
-        return wants or pooled or admission.relegates(sequence, verdict)
+        part = _BEAM.search(request.request_id) is not None
+        return wants or pooled or part or admission.relegates(sequence, verdict)
 
     def _relegate(self, sequence: Sequence) -> None:
         """Have it go behind those that can still be met, in vLLM's queue too."""
@@ -197,6 +210,7 @@ class SteeredRequests:
         why: str = "",
     ) -> None:
         """End ``sequence`` in vLLM too, and have its client told ``why`` with the next outputs."""
+        said = self._said.get(sequence.data.request_id, 0)
         record = self.end(sequence, kind, now, reason)
         if record is not None:
             self.ended.append((sequence, record))
@@ -206,7 +220,7 @@ class SteeredRequests:
                 if sequence.data.is_finished():
                     self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
                 else:  # vLLM goes on with it
-                    sequence.data.priority = -sequence.request.priority
+                    sequence.data.priority = said
             if kind is FinishReason.REJECTED:
                 self._families.refuse(sequence.data.request_id, Refusal(reason, why, sequence.retry_after))
 
@@ -233,7 +247,7 @@ class SteeredRequests:
             self._admission.ended(record)
         name = sequence.data.request_id
         self._families.left(name, sequence)
-        del self._by_name[name]  # the last: until then its priority is known
+        del self._by_name[name], self._said[name]  # the last: until then its priority is known
         return record
 
     def _leave(self, sequence: Sequence) -> None:
@@ -281,14 +295,20 @@ class SteeredRequests:
 
     def _requeue(self) -> None:
         """Have vLLM's queue stand as ours does."""
-        queue = self._scheduler.waiting
-        requests = [sequence.data for sequence in self.waiting]
-        queue.remove_requests(requests)
+        taken = []
+        for name in QUEUES:
+            queue = getattr(self._scheduler, name, None)
+            if queue is not None and (
+                requests := [request for request in queue if request.request_id in self._by_name]
+            ):
+                queue.remove_requests(requests)
+                taken.append((queue, requests))
         for sequence in self.waiting:
             if not sequence.preemptions:
                 sequence.data.priority = sequence.key
-        for request in requests:
-            queue.add_request(request)
+        for queue, requests in taken:
+            for request in requests:
+                queue.add_request(request)
 
     @property
     def next_expiry(self) -> float:
@@ -319,10 +339,15 @@ class SteeredRequests:
         sequence.state = "prefill"
         sequence.computed = cached
         self.prefills[sequence] = None
-        self._order += 1
-        sequence.data.priority = _FIRST + self._order  # vLLM preempts the highest: the newest
+        sequence.data.priority = self._while_it_runs(sequence)
         if sequence.scheduled is None:
             sequence.scheduled, sequence.epoch_first, sequence.cached = now, epoch, cached
+
+    def _while_it_runs(self, sequence: Sequence) -> float:
+        """vLLM preempts the highest: of those whose clients gave the least priority, the newest."""
+        self._order += 1
+        level = min(max(-sequence.request.priority, -_MOST_PRIORITY), _MOST_PRIORITY) if self._by_priority else 0
+        return _FIRST + level * _LEVEL + self._order
 
     def _first_token(self, sequence: Sequence) -> None:
         """It decodes from now on."""
@@ -332,8 +357,7 @@ class SteeredRequests:
         sequence.state = "decode"
         sequence.generated = len(sequence.token_times)
         sequence.joined = self._step
-        self._order += 1
-        sequence.data.priority = 2 * _FIRST + self._order  # prompts are preempted before decodes
+        sequence.data.priority = self._while_it_runs(sequence) + _DECODES
         self.slack.decoding(sequence)
 
     def _preempted(self, name: str) -> bool:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from autotune.engines.vllm.requests import Aborted
+from autotune.engines.vllm.requests import QUEUES, Aborted
 from autotune.engines.vllm.steering import Steering
 from runtime.clock import Clock, MonotonicClock
 from runtime.ordering.priority import Priority
@@ -36,7 +36,6 @@ NEEDED: Final = (
 )  # fmt: skip
 """What a scheduler must have to be tuned."""
 _STRICT_S: Final = 1e9  # vLLM's priorities outweigh any waiting
-_QUEUES: Final = ("waiting", "kv_holding_waiting", "skipped_waiting")  # of which each version has its own
 _AnyScheduler: Any = object  # to mypy: a class that may have any attribute, as vLLM's schedulers may
 
 
@@ -81,8 +80,12 @@ def unfit(config: Any) -> str | None:
     for name in ("speculative_config", "diffusion_config", "kv_transfer_config", "ec_transfer_config"):
         if getattr(config, name, None) is not None:
             return f"it has a {name}"
-    if not getattr(getattr(config, "scheduler_config", None), "enable_chunked_prefill", True):
+    scheduler = getattr(config, "scheduler_config", None)
+    if not getattr(scheduler, "enable_chunked_prefill", True):
         return "chunked prefill is off, so no prompt may be longer than a step"
+    images = getattr(getattr(config, "model_config", None), "is_multimodal_model", False)
+    if images and getattr(scheduler, "disable_chunked_mm_input", False):
+        return "disable_chunked_mm_input is on, so no image may be longer than a chunk"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "it is pipeline-parallel"
     if config.parallel_config.data_parallel_size > 1:  # ranks that are independent of each other say 1
@@ -209,7 +212,7 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
         """Give back to vLLM's queue whatever was out of it when the fault came."""
         from vllm.v1.request import RequestStatus
 
-        known = {id(request) for name in _QUEUES for request in getattr(self, name, ())}
+        known = {id(request) for name in QUEUES for request in getattr(self, name, ())}
         for request in self.requests.values():
             waits = not request.is_finished() and request.status != RequestStatus.RUNNING
             if waits and id(request) not in known:
@@ -279,7 +282,7 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
         outputs = super().update_from_output(*args, **kwargs)
         if self.steering is not None:
             try:
-                self.steering.landed(outputs)
+                self.steering.landed(args[0] if args else kwargs["scheduler_output"], outputs)
                 self._unreported += self.steering.aborted()
             except Exception as error:
                 self._failed(error, "it took note of what came of a step")
@@ -297,7 +300,7 @@ def _queue_by(scheduler: Any, policy: Any) -> None:
     from vllm.v1.core.sched.request_queue import create_request_queue
 
     made = {}
-    for name in _QUEUES:
+    for name in QUEUES:
         if hasattr(scheduler, name):
             made[name] = create_request_queue(policy)
             for request in sorted(getattr(scheduler, name), key=lambda r: (not r.num_preemptions, r.arrival_time)):

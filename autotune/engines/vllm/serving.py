@@ -14,7 +14,7 @@ more, in ``--additional-config '{"autotune": {…}}'``:
 ``AUTOTUNE_RELEGATE_LATE`` ``relegate_late`` 1 does the same, but computes what is late after all that can be met
 ``AUTOTUNE_BASE``        ``base``            ``module.Class``: the scheduler to steer in place of the one that vLLM would pick
 ``AUTOTUNE_OFF``         ``off``             1 leaves vLLM alone
-..                       ``pinned``          knobs that stay at a value: ``{"token_budget": 512}``
+``AUTOTUNE_PINNED``      ``pinned``          knobs that stay at a value: ``token_budget=512,max_wait_ms=2``; in JSON an object
 ==================== ================== ==============================================================================
 
 What cannot be read ends vLLM at its start with a line that names it: a server that silently does not do what it was told is
@@ -73,7 +73,7 @@ class Options:
         given: dict[str, tuple[str, object]] = {}
         for one in fields(cls):
             variable = f"AUTOTUNE_{one.name.upper()}"
-            if one.name != "pinned" and environment.get(variable, "").strip():
+            if environment.get(variable, "").strip():
                 given[one.name] = variable, environment[variable].strip()
         for name, value in section.items():
             if name not in {one.name for one in fields(cls)}:
@@ -124,6 +124,15 @@ class Options:
         return found
 
 
+def _numbers(text: str) -> object:
+    """Those of ``name=number,…``; ``text`` itself if it is not of that form."""
+    try:
+        pairs = [word.split("=") for word in text.split(",")]
+        return {name.strip(): float(number) if "." in number else int(number) for name, number in pairs}
+    except ValueError:
+        return text
+
+
 def _names() -> str:
     return ", ".join(one.name for one in fields(Options))
 
@@ -140,6 +149,8 @@ def _value(name: str, where: str, value: object) -> Any:
             raise InputError(f'{where} is {value!r}; it must be a list such as ["chat:ttft=300ms*2"]')
         return tuple(made)
     if name == "pinned":
+        if isinstance(value, str):
+            value = _numbers(value)
         numbers = isinstance(value, Mapping) and all(
             isinstance(n, int | float) and not isinstance(n, bool) for n in value.values()
         )

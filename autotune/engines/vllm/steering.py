@@ -41,6 +41,7 @@ from runtime.shared.settings import Settings
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 
+_TRIED_AGAIN: Final = 8  # steps after which prompts yield again to a request that did not begin when they last did
 GROWTH_RESERVE: Final = 1
 """KV blocks kept free for each decode while a prompt is admitted: those that hold its next token."""
 
@@ -112,13 +113,17 @@ class Steering(SteeredRequests):
             scheduler.max_num_scheduled_tokens,
             config.long_prefill_token_threshold,
         )
-        self._plans: deque[_Planned | None] = deque()
+        self._plans: deque[tuple[Any, _Planned | None]] = deque()  # each with vLLM's own plan
         self._tokens: list[Token] | None = [] if tokens else None
         self._last_end = -inf
         self._prepared = False  # for the coming step
         self._yielding: list[Any] = []  # requests whose prompts wait for the coming step to be over
-        self._yields = False  # whether there are any in the step being planned
-        self._yielded_in_vain = False  # in the last step nothing began for which they did
+        self._yields_for: list[str] = []  # requests for which they wait
+        self._in_vain: dict[
+            str, int
+        ] = {}  # of those that did not begin then: the step from which on one is yielded for again
+        self._may_yield = not getattr(scheduler, "lora_config", None)  # vLLM counts the adapters of what runs
+        self._steps_planned = 0
         self._preparing: tuple[float, int, Knobs, int, int, float]
 
     def let_go(self) -> None:
@@ -186,6 +191,7 @@ class Steering(SteeredRequests):
         scheduler, now = self._scheduler, self.clock.now()
         epoch, knobs = self.settings.current
         admission = self._admission
+        self._yields_for = []
         if self._yielding:  # of a step that was prepared and did not come
             self.put_back()
         for name in getattr(scheduler, "reset_preempted_req_ids", ()):  # since the last step: its caches were reset
@@ -231,7 +237,8 @@ class Steering(SteeredRequests):
         if yielding:  # they stand last
             self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
             del running[len(running) - len(self._yielding) :]
-        self._yields = bool(self._yielding)
+        if not self._yielding:
+            self._yields_for = []
         free = slots - len(self._yielding)
         reserve, active = self._watermark, free
         if self.waiting.count:
@@ -324,7 +331,10 @@ class Steering(SteeredRequests):
             if spare < 0:
                 most, head = max(1, begins), None
                 continue
-            yielding = turn < len(begun) and not self._yielded_in_vain
+            if turn < len(begun) and not yielding and self._yields_to(head):
+                yielding = True
+            if yielding:
+                self._yields_for.append(head.data.request_id)
             if admission is not None:
                 ahead.append(admission.rate.tokens(Work.of(pending, cached)))
             begins += 1
@@ -334,6 +344,11 @@ class Steering(SteeredRequests):
         for sequence in yields:
             owed += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
         return _Prompts(held, most, owed, yields)
+
+    def _yields_to(self, head: Sequence) -> bool:
+        """Whether prompts in progress wait for ``head``, which goes first. Not for one that vLLM would not begin (a grammar is
+        compiled first, say): it is tried again after some steps."""
+        return self._may_yield and self._steps_planned >= self._in_vain.get(head.data.request_id, 0)
 
     def put_back(self) -> None:
         """Let vLLM run the requests again that yielded the step that it has planned, or could not plan."""
@@ -350,10 +365,12 @@ class Steering(SteeredRequests):
             preempted += self._preempted(name)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         begun = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
-        self._yielded_in_vain = self._yields and not begun
+        self._steps_planned += 1
         if begun:  # vLLM plans them last
             for name in reversed([*islice(reversed(scheduled), begun)]):
                 self._begin(self._by_name[name], scheduled[name], now, epoch)
+        if self._yields_for or self._in_vain:
+            self._note_in_vain()
         context = tokens = prefix = pairs = unfinished = early = 0
         chunks: list[_Chunk] = []
         limited = LimitedBy.DEMAND
@@ -397,7 +414,7 @@ class Steering(SteeredRequests):
             now, now, 1, decodes, context, len(chunks), tokens, prefix, pairs, decodes + len(chunks) - unfinished, 0,
             self.waiting.count, self.waiting.tokens, 0, preempted, epoch, requested, limited,
         )  # fmt: skip
-        self._plans.append(_Planned(record, chunks) if used else None)
+        self._plans.append((output, _Planned(record, chunks) if used else None))
 
     def _some_advance(self, scheduled: Mapping[str, int]) -> int:
         """A step in which not every decode gets one token. Returns the context of those that get any."""
@@ -410,9 +427,23 @@ class Steering(SteeredRequests):
             self._offsets += computed - self._advanced
         return context
 
-    def landed(self, outputs: Mapping[int, Any]) -> None:
-        """vLLM has taken in what came of the oldest step on its way."""
-        now, plan = self.clock.now(), self._plans.popleft()
+    def _note_in_vain(self) -> None:
+        """Of the requests that prompts have yielded to, remember those that did not begin."""
+        waiting = {name for name in (*self._in_vain, *self._yields_for) if self._waits(name)}
+        self._in_vain = {name: step for name, step in self._in_vain.items() if name in waiting}
+        if not self._yields_for or not waiting.issuperset(self._yields_for):  # some began: the others had no room
+            return
+        self._in_vain |= dict.fromkeys(self._yields_for, self._steps_planned + _TRIED_AGAIN)
+
+    def _waits(self, name: str) -> bool:
+        sequence = self._by_name.get(name)
+        return sequence is not None and sequence.state == "waiting"
+
+    def landed(self, output: Any, outputs: Mapping[int, Any]) -> None:
+        """vLLM has taken in what came of the step ``output``. Older ones never land, after a fault that vLLM survived."""
+        while self._plans and self._plans[0][0] is not output:
+            self._plans.popleft()
+        now, (_, plan) = self.clock.now(), self._plans.popleft() if self._plans else (None, None)
         if plan is not None:
             self._step += plan.record.decodes > 0
             for sequence, end in plan.chunks:
@@ -471,7 +502,7 @@ class Steering(SteeredRequests):
     @property
     def planned_last(self) -> StepRecord | None:
         """What the latest step holds that is on its way; None if there is none, or nothing in it."""
-        plan = self._plans[-1] if self._plans else None
+        plan = self._plans[-1][1] if self._plans else None
         return None if plan is None else plan.record
 
     def take_tokens(self) -> list[Token]:

@@ -90,6 +90,7 @@ class PredictiveController:
         self._chunks = Chunks()
         self._targets = SLOTargets({"default": slo})
         self._comparison = StartComparison()
+        self._judged = False  # whether steps go by the last decision, or so nearly that it was not worth a change
         self._drafting = Drafting(start.draft_tokens) if start.draft_tokens else None
         self._steps = StepBudget(self._learned, self._traffic, self._targets, self._gain)
         self._most = 65536  # sequences at once that met the target, as of the last decision
@@ -155,7 +156,7 @@ class PredictiveController:
         gaps = not self._budgeted and targets.itl < math.inf  # nothing else holds a single step then
         if not (targets.tpot < math.inf or gaps):
             return
-        if not self._budgeted and self._comparison.at_start:  # a miss says nothing of a target that no step goes by
+        if not (self._budgeted or self._judged):  # a miss says nothing of a target that no step goes by
             return
         slow = self._targets.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
         slow |= gaps and 1e3 * (record.itl_p99 or 0.0) > targets.itl
@@ -208,8 +209,10 @@ class PredictiveController:
             proposal = proposal._replace(
                 knobs=start, regime="fallback", cause=f"{self._comparison.said}; {proposal.cause}"
             )
-        # the knobs in force may stay what they are: the controller observes, or the change is too small to be made
         self._comparison.decided(now, start in (proposal.knobs, knobs))
+        low, high = sorted((proposal.knobs.token_budget, start.token_budget))
+        near = high <= constants.NEAR * low
+        self._judged = proposal.knobs != start and (knobs != start or near)
         return proposal
 
     def _with_drafts(
@@ -273,7 +276,8 @@ class PredictiveController:
             self._gain.clear()  # it was taught by targets that no longer bound steps, or did not yet
             self._comparison.forget()
         target = self.target
-        learning = not ready or ((self._budgeted or targets.whole < math.inf) and len(traffic.outputs) < 4)
+        whole = targets.whole < math.inf == targets.step  # how long a step may take follows from how long answers are
+        learning = not ready or ((self._budgeted or whole) and len(traffic.outputs) < 4)
         if target == math.inf and ready and (targets.unmet or not learning):
             self._beyond, self._steps.prefill_quantum = False, 0
             opened = Knobs(limits.max_batch_size, 0.0, limits.token_budget, limits.chunk_size, **self._left_alone)
