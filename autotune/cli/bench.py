@@ -153,7 +153,7 @@ def bench(
     own_classes = request_classes(classes or ())
     if workload is not None:
         parsed = checked("--workload", parse_workload, workload)
-        check_rate("--workload: rate", named_rate(parsed))
+        check_rate("--workload: rate", named_rate(parsed) if rate is None else None)
         check_classes(own_classes, parsed)
     if controller is not None:
         checked("--controller", find, controller)

@@ -313,6 +313,16 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert made == plotting.render(comparison, EASY, "a <title> & more")
 
 
+def test_a_target_on_gaps_is_not_drawn_as_one_on_their_mean() -> None:
+    def targets(slo: str) -> dict[str, list[str]]:
+        made = plotting.render(world(), SLO.parse(slo), "a title")
+        layouts = {key: plot["views"][0]["layout"] for key, plot in json.loads(Page(made.decode()).scripts[0]).items()}
+        return {key: [words["text"] for words in layouts[key].get("annotations", [])] for key in ("ttft", "tpot")}
+
+    assert targets("ttft=500ms,itl=60ms") == {"ttft": ["500 ms"], "tpot": []}
+    assert targets("tpot=40ms,itl=60ms") == {"ttft": [], "tpot": ["40 ms"]}
+
+
 def test_a_plot_goes_where_it_can(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--out: x.gif must end in .html"):
         plotting.check(Path("x.gif"))

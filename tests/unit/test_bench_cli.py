@@ -12,10 +12,13 @@ from autotune.bench import Contender
 from autotune.bench.loads import BenchLoad
 from autotune.cli import bench
 from autotune.cli.main import run
+from autotune.measure.evaluate import EvaluationError
 from autotune.workload import at_length_scale, parse_workload
 from runtime.knobs import Knobs
 from runtime.slo import SLO
+from runtime.tunable import ModelInfo
 from tests.sample_profile import sample_model
+from tests.unit.paced import paced
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,10 @@ from tests.sample_profile import sample_model
     [
         (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
         (["--workload", "nope"], '--workload: workload "nope": '),
+        (
+            ["--cpu", "--model", "./no-such-model", "--workload", "poisson:rate=1e9"],
+            "--workload: rate is 1e+09; it must be a number from 1e-06 to 1e+06 requests/s",
+        ),
         (["--rate", "0"], "--rate is 0; it must be a number from 1e-06 to 1e+06 requests/s"),
         (["--duration", "30"], '--duration: "30" is not a time; write 30s or 30m'),
         (["--duration", ""], '--duration: "" is not a time'),
@@ -60,6 +67,24 @@ def test_wrong_options(
     assert "\n" not in captured.out.rstrip() and captured.err.count("\n") == 1
     assert captured.err.startswith(f"error: {text}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_calibration_that_measures_nothing_is_one_line_and_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*given: Any, **named: Any) -> BenchLoad:
+        raise EvaluationError("request 3 of the workload is refused:\nprompt is empty")
+
+    monkeypatch.setattr("autotune.bench.loads.calibrated", fails)
+    with paced() as engine:
+        source = SimpleNamespace(
+            model=ModelInfo("nano", 1000, 8192, "qwen3", 7, "float32", "cpu"), introduction=(), limits=engine.limits,
+            stock=Knobs(), default_kv_tokens=lambda: None, start=lambda limits, seed: engine,
+        )  # fmt: skip
+        monkeypatch.setattr(bench, "load", lambda *given, **named: source)
+        assert run(["bench", "--cpu", "--model", "nano"]) == 1
+    said = "error: nothing could be measured: request 3 of the workload is refused: prompt is empty\n"
+    assert capsys.readouterr().err == said
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,9 @@ from autotune.profiling.findings import Findings
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import point
 from autotune.profiling.simulator import PAIRED
-from autotune.report.evidence import gather
+from autotune.report.evidence import Evidence, gather
 from autotune.report.page import compose, html
+from autotune.report.panels.classes import sections
 from autotune.report.profile_table import show
 from autotune.report.section import Section
 from autotune.report.wording import number
@@ -175,6 +176,29 @@ def test_tables_and_pages_show_attainment_by_class(made: Profile, tmp_path: Path
     assert f"batch {seen['batch'].attainment:.1%} 99% {seen['batch'].offered} 0.2 " in text
     (section,) = [s for s in compose(gather(made, tmp_path / "two.yaml")).sections if s.key == "classes"]
     assert [row[1] for row in section.tables[0].rows][:2] == ["chat", "batch"]
+
+
+def test_a_class_without_a_request_neither_meets_nor_misses_its_slo(made: Profile) -> None:
+    chosen = made.settings["balanced"]
+    none = chosen.point.classes["batch"].model_copy(update={"offered": 0, "met": 0, "attainment": 0.0})
+    point = chosen.point.model_copy(update={"classes": {**chosen.point.classes, "batch": none}})
+    settings = {**made.settings, "balanced": chosen.model_copy(update={"point": point})}
+    (section,) = sections(Evidence(made.model_copy(update={"settings": settings}), "two.yaml"))
+    assert section.title == "No request of class batch came" and section.tables[0].rows[1][4] == "–"
+
+
+def test_a_workload_without_the_profile_s_classes_is_simulated_without_them(
+    made: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "two.yaml"
+    save_profile(made, path)
+    for workload, classes in (
+        ("azure-code", []),
+        ("batch=poisson:prompt=200,output=40", [str(one) for one in CLASSES]),
+        (MIX, [str(one) for one in CLASSES]),
+    ):
+        typed(["simulate", str(path), "--rate", "0.5", "--workload", workload, *QUICK, "--json"])
+        assert json.loads(capsys.readouterr().out)["classes"] == classes
 
 
 def test_a_scenario_of_the_profile_has_its_classes_and_others_may_be_given(made: Profile) -> None:

@@ -268,6 +268,8 @@ def test_without_a_deadline_a_long_answer_has_time(slo: str) -> None:
         ("ttft=40s", 2 + 40 + 10 * 0.1),
         ("tpot=300ms", 2 + 30 + 10 * 0.3),
         ("ttft=1s,tpot=300ms", 2 + 1 + 10 * 0.3),
+        ("itl=300ms", 2 + 30 + 10 * 0.3),
+        ("tpot=200ms,itl=300ms", 2 + 30 + 10 * 0.3),
     ],
 )
 def test_what_has_no_deadline_has_its_targets_or_more(slo: str, seconds: float) -> None:

@@ -185,6 +185,9 @@ def test_diff_says_what_would_change_in_a_file_and_writes_nothing(
     [
         (None, [], "--diff: old.yaml cannot be read (No such file or directory)"),
         ("a: [\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("revision: 2026-02-30\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("x: !!timestamp y\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("[" * 2000, [], "--diff: old.yaml is not valid YAML: "),
         ("- a\n", [], "--diff: old.yaml is no configuration of vLLM: it holds no names and values"),
         ("a: 1\n", ["--out", "b.yaml"], "--out is b.yaml; with --diff nothing is written"),
     ],

@@ -42,6 +42,17 @@ def test_everything_it_writes() -> None:
     }
 
 
+def test_it_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
+    for path, says in (
+        (tmp_path / "no" / "x.yaml", f"cannot be written: there is no directory {tmp_path / 'no'}"),
+        (tmp_path / f"{'x' * 300}.yaml", "cannot be written (File name too long)"),
+    ):
+        with pytest.raises(InputError) as caught:
+            made().save(path)
+        assert str(caught.value) == f"--out: {path} {says}"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("chunk", [192, 193, 8192])
 def test_a_chunk_that_cuts_nothing_needs_no_threshold(chunk: int) -> None:
     export = made(Knobs(max_batch_size=24, token_budget=192, chunk_size=chunk))

@@ -10,6 +10,7 @@ import pytest
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord
 from runtime.serving.record_log import RecordLog, read_records, read_with_boots
+from runtime.shared.json_lines import drop_cut_line
 
 
 def record(name: str) -> RequestRecord:
@@ -54,6 +55,14 @@ def test_a_full_disk_costs_what_it_does_not_take_and_no_more(tmp_path: Path) -> 
         log.on_request(record("c"))
         log.flush()
     assert [r.id for r in read_records(path)] == ["a", "c"]
+
+
+def test_a_name_that_is_too_long_is_bad_input(tmp_path: Path) -> None:
+    path = tmp_path / ("r" * 300)
+    drop_cut_line(path)
+    with pytest.raises(InputError) as caught:
+        RecordLog(path)
+    assert str(caught.value) == f"--records: {path} cannot be written (File name too long)"
 
 
 def test_the_end_of_a_full_disk_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

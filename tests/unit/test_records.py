@@ -88,7 +88,7 @@ def test_percentile_is_the_nearest_rank(q: float, value: int) -> None:
 def test_percentile_edges() -> None:
     assert percentile([], 50) is None
     assert percentile([7.0], 99) == 7.0
-    assert percentile(range(1, 101), 99) == 99
+    assert [percentile(range(1, 101), q) for q in range(1, 101)] == [*range(1, 101)]
     assert percentile(range(1, 1001), 99) == 990
     for q in (-1, 101, float("nan")):
         with pytest.raises(ValueError, match=f"q is {q}; a percentile is between 0 and 100"):

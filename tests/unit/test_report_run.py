@@ -78,6 +78,14 @@ def test_it_says_who_was_relegated(files: tuple[Path, Path], tmp_path: Path) -> 
     assert plain.lead == ""
 
 
+def test_of_requests_that_were_all_cancelled_none_is_judged(files: tuple[Path, Path]) -> None:
+    run = read_run(*files)
+    made = compose(replace(run, records=tuple(r._replace(reason=FinishReason.CANCELLED) for r in run.records)))
+    found = {section.key: section for section in made.sections}
+    assert found["service"].absent == "Every request on record was cancelled by its client."
+    assert found["rejected"].title == "Nobody was rejected" and '<section id="service"' in html(made)
+
+
 def test_the_page_is_whole_and_escapes_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:
     log, records = files
     evil = tmp_path / "evil.jsonl"

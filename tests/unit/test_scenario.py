@@ -281,6 +281,20 @@ def test_what_one_request_alone_misses_no_rate_holds() -> None:
     assert found.rate == 0 and found.interval == (0, 0) and found.throughput == 0
 
 
+def test_lower_rates_are_tried_where_the_knobs_allow_one_sequence_in_a_step() -> None:
+    """Steps of one say nothing there of whether requests meet: they wait for one another."""
+    one_at_a_time = Knobs(1, 0, 1024, 1024)
+    found = Search.of(scenario(), (0,), 50).capacity("it", one_at_a_time, 30.0)
+    assert 0.5 < found.rate < 5 and found.seeds[0].failed / found.seeds[0].rate <= 1.01
+
+
+@pytest.mark.parametrize("slots", [1, 256])
+def test_no_lower_rate_is_tried_where_requests_hardly_meet(slots: int) -> None:
+    missed = Search.of(scenario(slo=SLO(tpot_ms=2)), (0,), 50)
+    assert missed.capacity("it", Knobs(slots, 0, 1024, 1024), 0.001).seeds[0].tried == 1
+    assert 1 < missed.capacity("it", Knobs(slots, 0, 1024, 1024), 10.0).seeds[0].tried < 10
+
+
 def test_an_slo_that_no_number_of_requests_violates_has_no_bound() -> None:
     search = Search.of(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30)
     found = search.capacity("it", Knobs(), 10.0)

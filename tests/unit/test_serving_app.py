@@ -107,6 +107,13 @@ async def test_a_whole_answer() -> None:
     }  # fmt: skip
 
 
+async def test_the_user_of_a_request_is_the_tenant_of_the_engine() -> None:
+    async with served() as (client, b):
+        for body, tenant in (({"user": "alice"}, "alice"), ({"user": None}, ""), ({}, "")):
+            await client.complete(**body)
+            assert b.heard.request().tenant == tenant
+
+
 async def test_a_stream_has_an_event_for_each_token() -> None:
     async with served() as (client, _):
         found = events(await client.complete(stream=True))

@@ -114,6 +114,7 @@ def test_true_is_not_one() -> None:
     [
         ({"prompt": "a", "max_tokens": "3"}, "max_tokens", 'max_tokens is "3"; it must be a valid integer'),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it must be a valid integer"),
+        ({"prompt": "a", "user": 7}, "user", "user is 7; it must be a valid string"),
         ({"prompt": "a", "stream": "yes"}, "stream", 'stream is "yes"; it must be a valid boolean'),
         ({"prompt": "a", "stop": [""]}, "stop", 'stop is [""]; it must be non-empty text, or a list of such'),
         ({"prompt": "a", "temprature": 1}, "temprature", "temprature is not a field; the fields are model, stream,"),

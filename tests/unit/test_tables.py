@@ -151,6 +151,16 @@ def test_verbs_draw_for_the_terminal_they_are_on(
         assert "\x1b[" in out and "TTFT p99" in out and "…" not in out
 
 
+def test_only_of_a_replayed_trace_are_the_arrivals_said_to_be_the_same(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,5,1\n2,6,1\n")
+    for spec, same in (("azure-conv:length=1/8", False), (f"azure-conv:{trace}", True), (f"{trace}x", False)):
+        load = profile().workload.model_copy(update={"spec": spec, "validation_seeds": (1, 2)})
+        console = Console(width=160, file=StringIO(), record=True)
+        profiled_tables.show(profile(workload=load), console)
+        assert ("a trace brings the same arrivals under every seed" in " ".join(console.export_text().split())) is same
+
+
 @pytest.mark.parametrize("name", ["chat[eu]", "[/x]", "@chat"])
 def test_the_name_of_a_class_is_no_markup(name: str) -> None:
     seen = ClassPoint(
@@ -170,6 +180,16 @@ def test_the_name_of_a_class_is_no_markup(name: str) -> None:
     assert drawn is not None
     first, second = shown(drawn, 120).splitlines()[1:]
     assert first.split()[:4] == ["one", name, "50.0%", "99%"] and second.split()[:2] == ["[b]", name]
+
+
+def test_a_class_without_a_request_has_no_attainment() -> None:
+    none = ClassPoint(
+        weight=1.0, offered=0, met=0, attainment=0.0, throughput=0.0, ttft_p99_ms=None, tpot_p99_ms=None, e2e_p99_ms=None
+    )  # fmt: skip
+    point = sample_point(SMALL, "one").model_copy(update={"classes": {"chat": none}})
+    drawn = class_table([("one", point)], TARGET, [RequestClass("chat", TARGET)])
+    assert drawn is not None
+    assert shown(drawn, 120).splitlines()[1].split() == ["one", "chat", "–", "99%", "0", "1", "0", "–", "–", "–"]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_the_spelling_reads_back_to_the_same_requests() -> None:
     assert first == again == list(spaced.arrivals(3, limit=300))
 
 
+def test_a_spelling_may_be_longer_than_the_name_of_a_file() -> None:
+    names = [f"class-{number}" for number in range(10)]
+    text = "+".join(f"{name}=poisson:prompt=900,output=100@0.1" for name in names)
+    workload = parse_workload(text)
+    assert len(text) > 255 and {a.request_class for a in workload.arrivals(0, limit=300)} == {*names}
+
+
 def test_the_requests_of_a_class_are_the_same_whatever_else_is_in_the_mix() -> None:
     """At the same rate of its own: alone, beside another class, and beside another that comes first."""
     alone = list(parse_workload("chat=azure-conv").at_rate(8).arrivals(5, limit=200))

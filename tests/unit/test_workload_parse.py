@@ -76,6 +76,7 @@ def test_paths_may_hold_commas_colons_and_dots(tmp_path: Path) -> None:
         ("", f"it names nothing; the workloads are {', '.join(NAMES)}, or a trace file"),
         ("azure-chat", f"'azure-chat' is no workload and no file; the workloads are {', '.join(NAMES)}"),
         ("nope:rate=2", "'nope:rate=2' is no workload"),
+        ("n" * 300, f"'{'n' * 300}' is no workload and no file; the workloads are {', '.join(NAMES)}"),
         ("none.csv,rate=2", "'none.csv' is no workload and no file"),
         ("poisson,rate=2", 'options follow a colon; write "poisson:rate=2"'),
         ("mooncake", "mooncake replays a file; write mooncake:PATH"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from autotune.profile import load_profile, save_profile
-from autotune.writing import write_whole
+from autotune.writing import replaceable, writable, write_whole
 from runtime.errors import InputError
 from tests.failing_disks import ROOT, on_small_disk, without_privileges
 from tests.sample_profile import full_profile
@@ -153,6 +153,14 @@ def test_names_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot be written"):
             write_whole(tmp_path / name, "new")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_with_a_name_that_is_too_long_is_refused_before_there_is_work_to_lose(tmp_path: Path) -> None:
+    path = tmp_path / f"{'a' * 300}.yaml"
+    with pytest.raises(InputError) as caught:
+        writable("--out", path)
+    assert str(caught.value) == f"--out: {path} cannot be written (File name too long)"
+    replaceable("--out", path, lambda content: False, "is no profile")
 
 
 def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from autotune.cost.model import CostModel
-from autotune.profile import Capacity, Profile, Spread, load_profile
+from autotune.measure.score import Latency
+from autotune.profile import Capacity, Point, Profile, Spread, load_profile
 from autotune.report import Evidence, compose, gather, html
 from autotune.report import profile_table as table
 from autotune.report.headline import headline
@@ -270,6 +272,51 @@ def test_a_target_on_gaps_is_not_held_against_their_mean(
     assert [view.name for plot in against.plots for view in plot.views] == drawn
     assert "ITL" in f"{against.notes}{against.absent}"
     assert "ITL" not in latency.section(found).title
+
+
+def of_one_token(evidence: Evidence, slo: str) -> Evidence:
+    """The same, but every answer is one token, which has no TPOT."""
+    nothing = {"tpot_p50_ms": None, "tpot_p99_ms": None}
+
+    def without(points: Iterable[Point]) -> tuple[Point, ...]:
+        return tuple(p.model_copy(update=nothing) for p in points)
+
+    settings = {
+        name: s.model_copy(update={"point": s.point.model_copy(update=nothing)})
+        for name, s in evidence.profile.settings.items()
+    }
+    profile = changed(
+        evidence, slo=SLO.parse(slo), settings=settings, points=without(evidence.profile.points),
+        simulated=without(evidence.profile.simulated), baseline=None,
+    )  # fmt: skip
+    none = Latency(p50=None, p99=None)
+    runs = tuple(r.model_copy(update={"score": r.score.model_copy(update={"tpot_ms": none})}) for r in evidence.runs)
+    return replace(evidence, profile=profile, runs=runs)
+
+
+def test_a_target_on_what_no_request_has_is_not_missed(evidence: Evidence) -> None:
+    found = of_one_token(evidence, "ttft=1s,tpot=40ms")
+    tpot = next(f for f in headline(found).figures if f.name == "TPOT p99")
+    assert (tpot.value, tpot.beside, tpot.tone) == ("–", "target 40 ms, no request has one", "")
+    Page(html(compose(found)))
+
+
+def test_what_no_request_has_is_not_in_the_picture(evidence: Evidence) -> None:
+    against = pareto.section(of_one_token(evidence, "ttft=1s,tpot=40ms"))
+    assert [view.name for plot in against.plots for view in plot.views] == ["TTFT"]
+    plain = pareto.section(replace(evidence, profile=changed(evidence, slo=SLO.parse("ttft=1s"))))
+    assert against.notes == plain.notes, "nothing more is outside the picture"
+    alone = pareto.section(of_one_token(evidence, "tpot=40ms"))
+    assert alone.absent == "No request has a latency that the SLO bounds."
+
+
+def test_a_target_is_missed_where_nothing_finished(evidence: Evidence) -> None:
+    chosen = evidence.recommended
+    nothing = dict.fromkeys(("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms"))
+    point = chosen.point.model_copy(update=nothing)
+    profile = changed(evidence, settings={"balanced": chosen.model_copy(update={"point": point})})
+    shown = {f.name: f for f in headline(replace(evidence, profile=profile)).figures}
+    assert (shown["TPOT p99"].beside, shown["TPOT p99"].tone) == ("target 40 ms, nothing finished", "bad")
 
 
 def test_a_profile_of_one_point() -> None:
