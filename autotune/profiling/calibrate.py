@@ -57,7 +57,8 @@ def request_alone(engine: Engine, model: ModelFacts, *, seed: int, stop: Callabl
 
     Raises :class:`EvaluationError` when one fails or is not answered, :class:`Interrupted` on ``stop``.
     """
-    prompt = max(1, min(_PROBE_PROMPT, model.max_model_len - _PROBE_OUTPUT))
+    longest = min(model.max_model_len, engine.facts.kv_tokens)
+    prompt = max(1, min(_PROBE_PROMPT, longest - _PROBE_OUTPUT))
     engine.set_knobs(engine.limits.clamp(_FULL))
     found: list[RequestRecord] = []
     for probe in range(_PROBES + 1):

@@ -69,8 +69,11 @@ class TokenBuffer:
 
     @property
     def lost(self) -> bool:
-        """Whether the event loop that read it has been closed."""
-        return self._loop is not None and self._loop.is_closed()
+        """Whether the event loop that read it has been closed, and nobody else waits for it."""
+        if self._loop is None or not self._loop.is_closed():
+            return False
+        with self._lock:
+            return not self._gates and all(future.get_loop().is_closed() for _, future in self._futures)
 
     def put(self, token: Token, wakes: Wakeups[TokenBuffer]) -> None:
         with self._lock:
@@ -114,6 +117,7 @@ class TokenBuffer:
 
         Returns False if ``timeout`` seconds passed before that.
         """
+        self._loop = None  # a thread reads it now
         with self._lock:
             if self._ready(seen):
                 return True

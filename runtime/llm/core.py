@@ -130,6 +130,8 @@ class EngineCore:
         self._flight: _Flight | None = None
         self._behind: _Flight | None = None  # while a step is planned that begins when this one has ended
         self._last_end = -inf
+        self.undelivered: list[Finished] = []
+        """What has ended in the latest step, which may raise."""
 
     @property
     def waiting(self) -> Sized:
@@ -221,7 +223,7 @@ class EngineCore:
 
         Where the executor overlaps steps, the step whose outcome is returned was launched by the call before, and another one is
         in flight when it returns, if there is one to run."""
-        finished: list[Finished] = []
+        self.undelivered = finished = list[Finished]()
         expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
         if self._unordered:
             self._end_unordered(now, finished)

@@ -86,9 +86,9 @@ class EngineLoop:
             if waiting >= self._max_queue:
                 why = f"{waiting} requests are waiting and max_queue is {self._max_queue}"
                 raise self._rejected(request, "queue_full", why, self._completion_interval.seconds)
+            self._inbox.put(partial(self._add, request, buffer))  # first: who cancels it comes behind it
             self._live[request.id] = buffer
             self._on_the_way += 1
-            self._inbox.put(partial(self._add, request, buffer))
 
     def cancel(self, request_id: str) -> bool:
         """End a request, whatever its state. False if no live request has this id."""
@@ -167,7 +167,9 @@ class EngineLoop:
                     break
                 outcome = self.core.step(self._clock.now())
                 self._deliver(outcome)
-                wake = -inf if outcome.record is not None else min(outcome.wake_at, self.core.next_expiry)
+                over = self._closing and not self.core.has_work  # nothing will wake it
+                more = outcome.record is not None or over
+                wake = -inf if more else min(outcome.wake_at, self.core.next_expiry)
         except DeviceError as raised:
             log.critical("the engine closes: %s", raised)
             error = raised
@@ -215,7 +217,9 @@ class EngineLoop:
     def _send_wakes(self, lost: list[TokenBuffer]) -> None:
         lost += self._wakes.send()
         while lost:
-            self._end_early(lost.pop(), FinishReason.CANCELLED, "its event loop was closed")
+            buffer = lost.pop()
+            if buffer.lost:
+                self._end_early(buffer, FinishReason.CANCELLED, "its event loop was closed")
             lost += self._wakes.send()  # its end may have woken others
 
     def _add(self, request: Request, buffer: TokenBuffer) -> None:
@@ -281,11 +285,14 @@ class EngineLoop:
         with self._lock:
             self._closed = self._over = True
             self.error = error
-        records = []
+        records, ended = [], dict(getattr(self.core, "undelivered", ()))
         for sequence in list(self._buffers):
+            record = ended.get(sequence)
             with suppress(Exception):  # the core may be what broke
-                records.append(self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed()))
-            self._ended(sequence, None, error, None)
+                records.append(
+                    record or self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed())
+                )
+            self._ended(sequence, record, error if record is None else None, None)
         while not self._inbox.empty():
             _contained(self._inbox.get())
         with self._lock:  # whose queueing broke it: neither in the inbox nor among the buffers

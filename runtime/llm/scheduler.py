@@ -112,9 +112,10 @@ class Scheduler:
         length = request.prompt_len
         if length < 1:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if length + request.max_tokens > self.most_request_tokens:
+        output = max(1, request.max_tokens)
+        if length + output > self.most_request_tokens:
             raise ValueError(
-                f"prompt ({length}) + max_tokens ({request.max_tokens}) is {length + request.max_tokens} tokens;"
+                f"prompt ({length}) + max_tokens ({output}) is {length + output} tokens;"
                 f" the KV pool holds {self.most_request_tokens - 1}"
             )
         sequence = Sequence(request)

@@ -165,6 +165,8 @@ class WaitingQueue:
         failed = key_anew((sequence for *_, sequence in waiting), other)
         self._heap = [(new, sequence.key, pushed, sequence) for new, _, pushed, sequence in waiting]
         heapq.heapify(self._heap)
+        arrived = [sequence for *_, sequence in waiting if _never_ran(sequence)]
+        self._arrived = deque(sorted(arrived, key=lambda sequence: sequence.request.arrival))
         return failed
 
     def stepped(self, record: StepRecord) -> None:

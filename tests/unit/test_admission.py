@@ -546,6 +546,15 @@ def test_the_end_of_a_request_that_made_room_is_said_though_all_others_have_ende
     assert not world.core.has_work
 
 
+def test_a_prompt_longer_than_the_pool_is_refused_whatever_is_asked_of_it() -> None:
+    world = World(kv_tokens=96)
+    with pytest.raises(ValueError, match="the KV pool holds 96"):
+        world.submit([1] * 100, SamplingParams(max_tokens=None))
+    world.submit([1] * 90, SamplingParams(max_tokens=None), request_id="fits")
+    world.run()
+    assert world.records["fits"].completed
+
+
 # -- what clients and operators see --------------------------------------------------------------------------------------
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from runtime.errors import DeviceError, EngineClosedError, RejectedError, StepFailedError
+from runtime.errors import DeviceError, EngineClosedError, RejectedError, RequestTimeoutError, StepFailedError
 from runtime.knobs import Knobs
 from runtime.llm.core import EngineCore
 from runtime.llm.output import OutputProcessor
 from runtime.llm.scheduler import Scheduler
+from runtime.records import FinishReason
 from runtime.request import Request, SamplingParams
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.faults import device_error
@@ -74,6 +76,22 @@ def test_a_step_on_a_lost_device_is_not_tried_in_parts() -> None:
     with pytest.raises(DeviceError, match="device-side assert triggered") as raised:
         core.step(0.0)
     assert len(calls) == 1 and raised.value.__cause__ is LOST[0]
+
+
+def test_who_ends_in_the_very_step_that_loses_the_device_is_told_why_it_ended() -> None:
+    """By its timeout: the record is heard too."""
+    with bench(knobs=Knobs(max_batch_size=1)) as b:
+        (stream,) = b.decoding(1)
+        short = b.engine.submit([9], timeout_s=0.01)
+        time.sleep(0.02)
+        b.step()
+        b.executor.error = DeviceError("cuda:0 cannot be used any more")
+        b.executor.go()
+        with pytest.raises(EngineClosedError):
+            stream.result(timeout=30)
+        with pytest.raises(RequestTimeoutError):
+            short.result(timeout=30)
+        assert {b.heard.request().reason for _ in range(2)} == {FinishReason.ERROR, FinishReason.TIMEOUT}
 
 
 def test_it_closes_the_engine_and_everybody_is_told_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from runtime import (
     Knobs,
     RejectedError,
     RequestCancelledError,
+    RequestError,
 )
 from runtime.llm.engine import Engine
 from runtime.llm.stream import Stream
@@ -57,6 +58,20 @@ def test_close_finishes_what_was_accepted() -> None:
             b.engine.submit("a")
         assert caught.value.reason == "closed"
         assert b.engine.closed and "closed" in repr(b.engine)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_close_ends_though_the_last_request_ends_between_steps(drain: bool) -> None:
+    """By its timeout, while the wait window holds it: no step follows."""
+    with bench(knobs=Knobs(8, 5000, 64, 64)) as b:
+        stream = b.engine.submit([1, 2], max_tokens=1, timeout_s=0.1)
+        closing = threading.Thread(target=b.engine.close, args=(drain,), daemon=True)
+        closing.start()
+        closing.join(timeout=10)
+        assert not closing.is_alive()
+        with pytest.raises(RequestError):
+            stream.result(timeout=10)
+        assert b.heard.request().reason is (FinishReason.TIMEOUT if drain else FinishReason.CANCELLED)
 
 
 def test_close_without_draining_cancels() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +94,34 @@ def test_a_forgotten_cycle_is_cancelled_too() -> None:
         gc.collect()
         b.executor.go()
         assert b.heard.request().reason is FinishReason.CANCELLED
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_thread_goes_on_reading_after_an_event_loop_that_gave_up(waits: bool) -> None:
+    """``waits``: it waited all the while."""
+    with bench() as b:
+        b.executor.hold()
+        stream = b.engine.submit("a", max_tokens=20)
+        b.held()
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(len(stream.result(timeout=30).token_ids)))
+        if waits:
+            thread.start()
+            while not stream._buffer._gates:
+                time.sleep(0.001)
+
+        async def impatient() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.aresult(), 0.01)
+
+        asyncio.run(impatient())
+        if not waits:
+            thread.start()
+            while not stream._buffer._gates:
+                time.sleep(0.001)
+        b.executor.go()
+        thread.join(timeout=30)
+        assert found == [20]
 
 
 def test_an_event_loop_that_ends() -> None:

@@ -134,6 +134,17 @@ def test_relegated_ones_go_last_by_arrival_and_preempted_ones_first() -> None:
     assert out == ["d", "c", "far", "a", "b"] and queue.relegated_tokens == 0
 
 
+def test_who_gets_its_place_back_counts_for_the_wait_window_again() -> None:
+    early, late = make("a", 0.0), make("b", 4.9)
+    queue = relegating("fcfs", early)
+    queue.relegate(early)
+    assert queue.oldest() is None
+    queue.push(late)
+    queue.reorder(queue.ordering)
+    assert queue.oldest() is early
+    queue.check_integrity()
+
+
 def test_one_that_is_relegated_at_its_turn_has_another() -> None:
     a, b, c = (make(name, at) for at, name in enumerate("abc"))
     queue, seen = relegating("fcfs", a, b, c), []

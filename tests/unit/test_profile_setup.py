@@ -123,6 +123,11 @@ def test_it_draws_from_the_engine_what_it_was_made_to_do() -> None:
     assert found.cap_prompt + found.cap_output <= FACTS.max_model_len
 
 
+def test_a_request_alone_fits_a_pool_smaller_than_the_context() -> None:
+    engine = machine(noise=0.0, kv_tokens=128)
+    assert request_alone(engine, FACTS, seed=0).prompt_tokens == 116
+
+
 def test_what_was_asked_for_is_taken() -> None:
     slo = SLO(e2e_ms=900)
     found, _ = calibrated("poisson:rate=40,prompt=12,output=4,length=1/2", slo=slo, rate=7.5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile.callable import StrategyName, setting_of
@@ -48,8 +49,15 @@ class Candidate(Part):
 
 def candidates(context: Context, setup: Setup) -> list[Candidate]:
     """Of an engine: the best of several kinds, no two alike, and the baselines; from the study if they were chosen before."""
-    key = f"candidates/{len(context.found.simulated)}/{setup.rate:g}/{setup.speed:.6f}/{context.cost_name}"
+    key = f"candidates/{trials_name(context)}/{setup.rate:g}/{setup.speed:.6f}/{context.cost_name}"
     return stored_candidates(context, key, lambda: _chosen(context, setup))
+
+
+def trials_name(context: Context[SettingT, SetupT, CostT, SpaceT]) -> str:
+    """Names the trials that candidates come from: others are made when the machine turns out to be another."""
+    trials = context.found.simulated
+    said = "|".join(f"{run.setting} {run.score.met}" for run in trials)
+    return f"{len(trials)}-{crc32(said.encode()):08x}"
 
 
 def stored_candidates(

@@ -20,7 +20,7 @@ from autotune.profiling.points import points
 from autotune.profiling.setup import Setup, alike_under, balanced_seeds, in_window, rounded, spread_seeds
 from autotune.profiling.simulator import requests_of
 from autotune.profiling.space import SearchSpace, alike, around_guess, neighbours
-from autotune.profiling.stages.candidates import FASTEST, SLOWEST, shortlist
+from autotune.profiling.stages.candidates import FASTEST, SLOWEST, shortlist, trials_name
 from autotune.profiling.stages.context import Context
 from autotune.profiling.timing import CANDIDATES, RATE, RATE_AGAIN
 from autotune.simulate.capacity import Search, uphill
@@ -77,7 +77,7 @@ def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
 def with_candidates(context: Context, setup: Setup, speed: float) -> Setup:
     """``setup`` at its rate and another ``speed``, with the settings that now serve the most at it."""
     moved = setup.model_copy(update={"speed": speed})
-    key = f"near the best/{setup.rate:g}/{speed:.6f}/{context.cost_name}"
+    key = f"near the best/{trials_name(context)}/{setup.rate:g}/{speed:.6f}/{context.cost_name}"
     return context.stored(key, setup, lambda: _again(context, moved, fixed=True))
 
 

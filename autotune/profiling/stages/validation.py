@@ -280,10 +280,12 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         worse = [s for s in mine if s != chosen and found.measured_worse(s, chosen)]
         sure = posterior.sureness(choice, [i for i in posterior.measured if self._candidates[i].setting in worse])
         best = measured[chosen]
+        most = objective.worth(best) + sure.regret  # what the best would be worth
+        lost = sure.regret / most if most > 0 and not by_goodput else sure.regret
         simulated = {i: objective.worth(self._candidates[i].point) for i in posterior.measured}
         found.confidence = confidence(
             sure.best,
-            objective.regret(sure.regret, objective.worth(best)),
+            objective.regret(lost, most),
             repeats,
             found.noise,
             len(posterior.measured),
