@@ -24,6 +24,7 @@ from autotune.control.attainment import AttainmentTracker
 from autotune.control.controllers.protocol import (
     Budgeted,
     Controller,
+    Observing,
     Proposal,
     check_controller,
     checked_proposal,
@@ -100,6 +101,8 @@ class Control(ReportsRates):
         self._attainment.changed()
         try:
             self._attainment.pass_slos(controller)
+            if observe_only and isinstance(controller, Observing):
+                controller.only_observes()
             self._budgets_apply(True)
             self._rates = rates_of(controller)
         except Exception as error:  # the controller's: nothing of it is attached yet

@@ -33,7 +33,7 @@ class Proposal(NamedTuple):
 class Controller(Protocol):
     """One algorithm. Calls come from one thread, in the order in which things happened.
 
-    Three more are used of a controller that has them: :class:`SLOAware`, :class:`Budgeted` and
+    Four more are used of a controller that has them: :class:`SLOAware`, :class:`Budgeted`, :class:`Observing` and
     :class:`runtime.llm.prefill_rate.RateSource`.
     """
 
@@ -68,6 +68,15 @@ class Budgeted(Protocol):
 
     def budgets_apply(self, applied: bool) -> None:
         """Whether each step goes by :meth:`Controller.budget`, as it does unless this says otherwise."""
+        ...
+
+
+@runtime_checkable
+class Observing(Protocol):
+    """A controller that learns something else where none of its proposals is put in force."""
+
+    def only_observes(self) -> None:
+        """None is, from the beginning on: what requests fare says nothing of them."""
         ...
 
 

@@ -90,7 +90,7 @@ class PredictiveController:
         self._chunks = Chunks()
         self._targets = SLOTargets({"default": slo})
         self._comparison = StartComparison()
-        self._judged = False  # whether steps go by the last decision, or so nearly that it was not worth a change
+        self._observes = False  # whether no decision is put in force
         self._drafting = Drafting(start.draft_tokens) if start.draft_tokens else None
         self._steps = StepBudget(self._learned, self._traffic, self._targets, self._gain)
         self._most = 65536  # sequences at once that met the target, as of the last decision
@@ -123,6 +123,9 @@ class PredictiveController:
             self._comparison.forget()
             self._judged_from = math.inf
 
+    def only_observes(self) -> None:
+        self._observes = True
+
     def observe_step(self, record: StepRecord) -> None:
         if seconds := self._learned.observe(record):
             self._steps.saw(record, seconds)
@@ -134,7 +137,7 @@ class PredictiveController:
 
     def observe_request(self, record: RequestRecord) -> None:
         self._targets.saw(record.request_class, record.output_tokens if record.completed else None)
-        if not self._budgeted and record.offered:
+        if not (self._budgeted or self._observes) and record.offered:
             self._comparison.saw(record.arrival, self._targets.met(record))
         if not record.completed:
             if record.scheduled is None:
@@ -156,8 +159,8 @@ class PredictiveController:
         gaps = not self._budgeted and targets.itl < math.inf  # nothing else holds a single step then
         if not (targets.tpot < math.inf or gaps):
             return
-        if not (self._budgeted or self._judged):  # a miss says nothing of a target that no step goes by
-            return
+        if not self._budgeted and (self._observes or self._comparison.at_start):
+            return  # a miss says nothing of a target that no step goes by
         slow = self._targets.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
         slow |= gaps and 1e3 * (record.itl_p99 or 0.0) > targets.itl
         late = record.ttft is not None and 1e3 * record.ttft > targets.ttft
@@ -201,7 +204,7 @@ class PredictiveController:
             self._judged_from = now
         if self._drafting is not None:
             proposal = self._with_drafts(self._drafting, proposal, now, knobs, limits)
-        if self._budgeted:
+        if self._budgeted or self._observes:
             return proposal
         start = limits.clamp(self.start)
         if self._comparison.holds(now, self._worth_trying()):
@@ -209,10 +212,7 @@ class PredictiveController:
             proposal = proposal._replace(
                 knobs=start, regime="fallback", cause=f"{self._comparison.said}; {proposal.cause}"
             )
-        self._comparison.decided(now, start in (proposal.knobs, knobs))
-        low, high = sorted((proposal.knobs.token_budget, start.token_budget))
-        near = high <= constants.NEAR * low
-        self._judged = proposal.knobs != start and (knobs != start or near)
+        self._comparison.decided(now, proposal.knobs == start)
         return proposal
 
     def _with_drafts(
