@@ -16,6 +16,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import DecodeSet, StepPlan
 from runtime.records import LimitedBy
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend.cuda import counters
 from runtime.torch_backend.cuda.graphs import DecodeGraphs, record_decode
 from runtime.torch_backend.inputs import Ints
 from runtime.torch_backend.resident import InFlight, ResidentDecode, ResidentRows, batch_ladder
@@ -76,6 +77,8 @@ class FakeCUDA:
         log, within = self.log, self._within
 
         class Stream:
+            cuda_stream = 7
+
             def __init__(self, device: Any = None) -> None:
                 self.name = "default" if device is None else "side"
 
@@ -105,10 +108,13 @@ class FakeCUDA:
 
 def test_a_graph_is_recorded_behind_two_calls_that_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCUDA(monkeypatch)
+    others = torch.zeros(1)
+    monkeypatch.setitem(counters._counters, (torch.device("cuda"), 7), others)
     graphs = record_decode((1, 2), lambda size: cuda.log.append(f"step of {size}"), torch.device("cuda"))
     one = ["side waits for default", "on side", "step of 1", "step of 1", "end"]
-    one += ["recording on side", "step of 1", "end", "default waits for side"]
+    one += ["on default", "recording on side", "step of 1", "end", "end", "default waits for side"]
     assert cuda.log == [line.replace("of 1", "of 2") for line in one] + one
+    assert others in counters._recorded and not counters._counters, "earlier recordings keep theirs to themselves"
     cuda.log.clear()
     graphs.replay(2)
     assert cuda.log == ["replayed"]
