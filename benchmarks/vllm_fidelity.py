@@ -9,8 +9,9 @@ vLLM's CPU build serves a model of random weights (57M parameters). What a user 
    the very same requests by the profile, each under another draw of the step-time noise.
 
 Nothing that was measured after the profile was made is used to predict. An error of a load is the median over its rounds of
-simulated ÷ real − 1; JSON has the largest, by size, over the loads: ``tpot_p50``, ``throughput``, ``ttft_p50``; and ``check``:
-what its exit code says of the profile.
+simulated ÷ real − 1; JSON has the largest, by size, over the loads: ``tpot_p50``, ``throughput``, ``ttft_p50``, null where no
+round counted or an error is infinite; ``rounds``: how many rounds counted at each share; ``stopped``: whether Ctrl-C ended it
+early, with exit code 130; and ``check``: what its exit code says of the profile.
 
 Two more figures tell where an error comes from, and are not held to anything. ``steps``: the seconds that the profile says for
 the very steps that vLLM made, all together, over what they took. ``tpot_p50_as_fast``: the error of TPOT where the simulated
@@ -23,6 +24,7 @@ Run it by a Python that has vLLM: ``python -m benchmarks.vllm_fidelity`` (a quar
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -39,8 +41,9 @@ from autotune.measure.evaluate import Interrupted, Recorder, evaluate
 from autotune.profile import RECOMMENDED, Profile, load_profile
 from autotune.profile.serving import serving_speed
 from autotune.simulate.scenario import Scenario
-from benchmarks.command import command, count, exit_code, say, seconds, share
-from benchmarks.fidelity.table import Costs, bias, mean_metrics, metrics, step_pairs
+from benchmarks.command import INTERRUPTED, command, count, exit_code, say, seconds, share
+from benchmarks.fidelity.table import Costs, bias, mean_metrics, metrics, relative_error, step_pairs
+from benchmarks.live.ratios import number
 from benchmarks.vllm.model import model_folder
 from benchmarks.vllm.starting import OPTIONS, prepared, vllm_options
 from runtime.errors import InputError
@@ -85,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape |= _compared(folder, profile, args.share or SHARES, rounds, duration)
     print(f"took {time.monotonic() - begun:.0f} s")
     print(json.dumps(shape))
-    return 0
+    return INTERRUPTED if shape["stopped"] else 0
 
 
 def _profiled(folder: Path, path: Path, budget: float, threads: int) -> str:
@@ -134,7 +137,8 @@ def _compared(folder: Path, profile: Profile, shares: Sequence[float], rounds: i
         seed=profile.model.seed or 0, arguments=dict(facts.options),
     ).as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, profile.machine.threads)  # fmt: skip
     with running(source.start(setting, facts.limits, profile.seed)) as engine, stop_on_interrupt() as stop:
-        return _report(compared(engine, profile, scenario, capacity, shares, rounds, duration, stop.is_set))
+        shape = report(compared(engine, profile, scenario, capacity, shares, rounds, duration, stop.is_set))
+        return shape | {"stopped": stop.is_set()}
 
 
 def compared(
@@ -148,7 +152,7 @@ def compared(
     stop: Callable[[], bool],
 ) -> dict[float, dict[str, list[float]]]:
     """Serve the load of ``scenario`` on ``engine`` at ``shares`` of ``capacity`` (requests/s), ``duration`` seconds each, and
-    simulate the same requests: for each share the errors of all rounds, by name. Fewer rounds on ``stop``."""
+    simulate the same requests: for each share the errors of its rounds, by name. Fewer on ``stop``, and where nothing came."""
     setting, load = profile.settings[RECOMMENDED].knobs, scenario.workload
     errors: dict[float, dict[str, list[float]]] = {
         one: {name: [] for name in (*METRICS, STEPS, AS_FAST)} for one in shares
@@ -166,14 +170,17 @@ def compared(
                 forget()
                 if not number:
                     continue
+                if not served.steps:
+                    say(f"  round {number}, {one:.0%} of capacity: no step was made; the round does not count")
+                    continue
                 off = bias(step_pairs(served.steps, Costs(scenario.cost, scenario.cost)))
                 predicted = _simulated(scenario, setting, rate, seed, duration)
                 as_fast = _simulated(faster(scenario, 1 + off), setting, rate, seed, duration)
                 found = metrics(real)
                 for name in METRICS:
-                    errors[one][name].append(predicted[name] / found[name] - 1)
+                    errors[one][name].append(relative_error(predicted[name], found[name]))
                 errors[one][STEPS].append(off)
-                errors[one][AS_FAST].append(as_fast["TPOT p50"] / found["TPOT p50"] - 1)
+                errors[one][AS_FAST].append(relative_error(as_fast["TPOT p50"], found["TPOT p50"]))
                 said = ", ".join(f"{name} {found[name]:.4g} ({errors[one][name][-1]:+.1%})" for name in METRICS)
                 say(
                     f"  round {number}, {one:.0%} of capacity, {real.offered} requests: {said}; "
@@ -206,11 +213,11 @@ def _flooded(scenario: Scenario, profile: Profile) -> float:
     return len(arrivals) / engine.clock.now()
 
 
-def _report(errors: dict[float, dict[str, list[float]]]) -> dict[str, Any]:
-    """The table of medians and ranges, and the worst of each metric."""
+def report(errors: dict[float, dict[str, list[float]]]) -> dict[str, Any]:
+    """The table of medians and ranges; the worst of each metric, None where no share has any, and the rounds of each share."""
     names = (*METRICS, STEPS, AS_FAST)
     print(f"\n{'of capacity':>12}" + "".join(f"{name:>26}" for name in names))
-    worst = dict.fromkeys(names, 0.0)
+    worst = dict.fromkeys(names, math.nan)
     for one, by_metric in errors.items():
         cells = []
         for name, values in by_metric.items():
@@ -218,10 +225,13 @@ def _report(errors: dict[float, dict[str, list[float]]]) -> dict[str, Any]:
                 cells.append("–")
                 continue
             middle = statistics.median(values)
-            worst[name] = max(worst[name], middle, key=abs)
+            worst[name] = middle if math.isnan(worst[name]) else max(worst[name], middle, key=abs)
             cells.append(f"{middle:+.1%} [{min(values):+.1%} {max(values):+.1%}]")
         print(f"{one:>12.0%}" + "".join(f"{cell:>26}" for cell in cells))
-    return {name.lower().replace(" ", "_"): round(value, 4) for name, value in worst.items()}
+    rounds = {f"{one:g}": len(by_metric[STEPS]) for one, by_metric in errors.items()}
+    if unserved := [share for share, count in rounds.items() if not count]:
+        print(f"no round counted at {', '.join(unserved)} of capacity")
+    return {name.lower().replace(" ", "_"): number(value) for name, value in worst.items()} | {"rounds": rounds}
 
 
 if __name__ == "__main__":

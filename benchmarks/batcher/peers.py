@@ -52,13 +52,13 @@ PEERS = (
         "LitServe",
         "benchmarks.batcher.serve_lit",
         ("litserve==0.2.19", HTTP),
-        "max_batch_size 32, batch_timeout 2 ms, timeout 316 ms",
+        "max_batch_size 32, batch_timeout 2 ms, timeout 306 ms",
     ),
     Contender(
         "BentoML",
         "benchmarks.batcher.serve_bento",
         ("bentoml==1.4.39", HTTP),
-        "max_batch_size 32, max_latency_ms 400",
+        "max_batch_size 32, max_latency_ms 390",
     ),
 )
 

@@ -1,7 +1,8 @@
 """LitServe: its own server and worker process, from which its batching cannot be taken out; uvicorn set as for the others.
 
-``timeout`` is its way to drop what waited for too long: the SLO less the longest call. The wait for a batch is short, for
-LitServe counts it from the moment the worker is free and not from the first item. Run by :mod:`benchmarks.batcher.peers`::
+``timeout`` is its way to drop what waited for too long: the SLO less what HTTP may take, and the longest call. The wait for a
+batch is short, for LitServe counts it from the moment the worker is free and not from the first item. Run by
+:mod:`benchmarks.batcher.peers`::
 
     python -m benchmarks.batcher.serve_lit PORT
 """
@@ -12,7 +13,7 @@ import time
 import litserve
 from fastapi import Request, Response
 
-from benchmarks.batcher.service import LARGEST, SLO_S, service_s, uvicorn_settings
+from benchmarks.batcher.service import HTTP_S, LARGEST, SLO_S, service_s, uvicorn_settings
 
 WAIT_S = 0.002
 
@@ -43,7 +44,7 @@ def main() -> None:
         Service(max_batch_size=LARGEST, batch_timeout=WAIT_S),
         accelerator="cpu",
         workers_per_device=1,
-        timeout=SLO_S - service_s(LARGEST),
+        timeout=SLO_S - HTTP_S - service_s(LARGEST),
     )
 
     @server.app.post("/bare")

@@ -12,10 +12,8 @@ import time
 
 import uvicorn
 
-from benchmarks.batcher.service import LARGEST, SLO_S, Refused, application, service_s, uvicorn_settings
+from benchmarks.batcher.service import HTTP_S, LARGEST, SLO_S, Refused, application, service_s, uvicorn_settings
 from runtime import Batcher, KnobLimits, RejectedError
-
-HTTP_S = 0.010
 
 
 def main() -> None:

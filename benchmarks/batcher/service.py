@@ -19,6 +19,8 @@ CAPACITY = LARGEST / (BASE_S + ITEM_S * LARGEST)
 
 BARE_S = BASE_S + ITEM_S
 SLO_S = 0.400
+HTTP_S = 0.010
+"""Of the SLO, what HTTP may take: whoever is told the SLO is told it less this."""
 
 Answer = Callable[[float], Awaitable[float]]
 

@@ -1,11 +1,14 @@
 """Controllers against fixed settings, against each other and against the best that could have been known, in simulation.
 
-Fourteen scenarios (M1 to M14) of machines, requests and SLOs that change while they are served, three more that nothing was
-ever tuned on, and variants with noise in step times and with a bound on gaps between tokens. Every contender starts cold at
-vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared is goodput, as a share of
-that of an oracle: the best fixed knobs of each phase, chosen in hindsight. To tell which part earns what, every contender also
-serves with one layer more at a time (knobs; a budget for each step; deadline order; early rejection), beside the best fixed
-setting that has the same order and rejection.
+Fourteen scenarios (M1 to M14) of machines, requests and SLOs that change while they are served, three that were invented later
+(U1 to U3), eight on step times of real GPUs (G1 to G8), and variants with noise in step times and with a bound on gaps between
+tokens. Rivals are tuned on M1 to M14. Ours was, and some of its constants were chosen with others in sight, as
+:mod:`autotune.control.controllers.predictive.constants` says of each: none on U1 and G7.
+
+Every contender starts cold at vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared
+is goodput, as a share of that of an oracle: the best fixed knobs of each phase, chosen in hindsight. To tell which part earns
+what, every contender also serves with one layer more at a time (knobs; a budget for each step; deadline order; early rejection),
+beside the best fixed setting that has the same order and rejection.
 
 Run ``python -m benchmarks.controller --traces FOLDER`` with the Azure 2023 traces; without them the presets fitted to those take
 their place. ``--scenario M5 --contender predictive --seeds 3`` is a question of seconds. The last line is JSON.
@@ -25,15 +28,16 @@ from autotune.bench.plotting import check
 from autotune.writing import write_whole
 from benchmarks.command import command, exit_code
 from benchmarks.controller import adversaries
-from benchmarks.controller.cache import FOLDER, Cache, code_digest, outcome_of
+from benchmarks.controller.cache import FOLDER, Cache, outcome_of
 from benchmarks.controller.contenders import COLUMNS, REPORTED
 from benchmarks.controller.known import REPORTED as REPORTED_SEEDS
 from benchmarks.controller.known import OracleStore, peaks
-from benchmarks.controller.run import Bench, Outcome
+from benchmarks.controller.loads import TRACES
+from benchmarks.controller.run import Bench, Outcome, rates_of
 from benchmarks.controller.scenarios import SCENARIOS, VARIANTS
 from benchmarks.controller.table import Comparison
 from benchmarks.controller.work import Task, Workers
-from benchmarks.kept import Kept
+from benchmarks.kept import Kept, code_digest
 from runtime.errors import InputError
 
 _QUICK = 3
@@ -66,6 +70,10 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
     """Everything requested, as it comes, then tables and the line of JSON."""
     begun = time.monotonic()
     cache = Cache(FOLDER / f"controller_{'traces' if args.traces else 'presets'}.json", use=not args.recompute)
+    files = [] if args.traces is None else [Path(args.traces) / name for name in TRACES.values()]
+    kept = Kept(
+        args.keep, {"traces": args.traces is not None}, code_digest(*(path for path in files if path.is_file()))
+    )
     if args.traces is None:
         say("without --traces: lengths and arrivals are those of the presets fitted to the Azure 2023 traces")
     scenarios = [SCENARIOS[name] for name in args.scenario or SCENARIOS]
@@ -95,8 +103,11 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             for contender in args.contender or (COLUMNS if scenario in VARIANTS else REPORTED)
             for seed in seeds
         ]
-        kept = Kept(args.keep, {"traces": args.traces is not None, "code": code_digest()})
-        done = {Task(*run["run"]): outcome_of(run["outcome"]) for run in kept.known()}
+        rates = {scenario.name: list(rates_of(scenario, bench.peaks)) for scenario in scenarios}
+        known = [(Task(*run["run"]), run) for run in kept.known()]
+        done = {task: outcome_of(run["outcome"]) for task, run in known if run["rates"] == rates.get(task.scenario)}
+        if others := sum(task.scenario in rates and task not in done for task, _ in known):
+            say(f"{others} of the runs kept are of other peak goodputs, so of other loads, and are not counted")
         found: dict[tuple[str, str], dict[int, Outcome]] = {}
         left = len(tasks)
         for task, outcome in chain(
@@ -104,7 +115,7 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             workers.runs(task for task in tasks if task not in done),
         ):
             if task not in done:
-                kept.add({"run": task[:3], "outcome": outcome})
+                kept.add({"run": task[:3], "rates": rates[task.scenario], "outcome": outcome})
             found.setdefault((task.scenario, task.contender), {})[task.seed] = outcome
             best = oracles[task.scenario].plain.by_seed[task.seed].met
             left -= 1

@@ -1,15 +1,16 @@
-"""What searches have found, kept in a file: valid as long as the simulator behaves as it did when they were made.
+"""What searches have found, kept in a file: valid as long as the simulator behaves, and is searched, as it was then.
 
-An entry carries a digest of what the simulator does with a fixed probe: a scenario's requests of one seed, its phases and its
-machine, under one fixed setting; when each request ended, why, and after how many tokens. Source that changes without changing
-behaviour leaves it alone; a scheduler, a machine or a workload that behaves otherwise makes the entry unknown.
+An entry carries a digest. It is of what the simulator does with a fixed probe: a scenario's requests of one seed, its phases and
+its machine, under one fixed setting; when each request ended, why, and after how many tokens. And it is of the settings that were
+searched, and the constants of the search. Source that changes without changing behaviour leaves it alone; a scheduler, a machine,
+a workload or a grid that is another makes the entry unknown.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,11 @@ def load_digest(load: Load, bench: Bench) -> str:
     return digest.text(outcome)
 
 
-def code_digest() -> str:
-    """Of all source and the rivals' constants, in short: runs of other source are not to be mixed with its own."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256((FOLDER / "controller_rivals.json").read_bytes())
-    for folder in ("autotune", "runtime", "benchmarks"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def search_digest(behaviour: str, cells: Iterable[Knobs], *constants: object) -> str:
+    """How the simulator behaves, a digest of its own, and what is searched there: ``cells``, by the knobs that a grid has, and
+    how."""
+    searched = [(cell.max_batch_size, cell.token_budget, cell.chunk_size) for cell in cells]
+    return hashlib.sha256(repr((behaviour, searched, constants)).encode()).hexdigest()[:16]
 
 
 def _heard(driver: Any, digest: Digest) -> Any:

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from benchmarks.controller.cache import Cache, from_entry, load_digest, scenario_digest, to_entry
+from benchmarks.controller.cache import Cache, from_entry, load_digest, scenario_digest, search_digest, to_entry
 from benchmarks.controller.contenders import STATIC, STATIC_FULL, STATIC_ORDER, STATIC_REJECT
+from benchmarks.controller.oracle import SEARCH as ORACLE_SEARCH
 from benchmarks.controller.oracle import Best, OracleSearch
+from benchmarks.controller.peaks import SEARCH as PEAK_SEARCH
 from benchmarks.controller.peaks import PeakSearch
 from benchmarks.controller.run import Bench
-from benchmarks.controller.scenarios import SCENARIOS, Load, Scenario
+from benchmarks.controller.scenarios import GRID, SCENARIOS, Load, Scenario
 from benchmarks.controller.work import Workers
 
 TUNED = tuple(range(1, 11))
@@ -38,7 +40,7 @@ def peaks(loads: Iterable[Load], cache: Cache, traces: str | None, jobs: int, sa
     found: dict[str, float] = {}
     for load in loads:
         name = f"peak {load}"
-        digest = load_digest(load, Bench({}, traces))
+        digest = peak_digest(load_digest(load, Bench({}, traces)))
         entry = cache.get(name, digest)
         if entry is None:
             begun = time.monotonic()
@@ -51,6 +53,16 @@ def peaks(loads: Iterable[Load], cache: Cache, traces: str | None, jobs: int, sa
             say(f"peak of {load}: {goodput:.2f} requests/s ({search.runs} runs, {time.monotonic() - begun:.0f} s)")
         found[str(load)] = entry["goodput"]
     return found
+
+
+def peak_digest(behaviour: str) -> str:
+    """Of a peak found where the simulator behaves like that. How it is made sure of is left out: the oldest were not."""
+    return search_digest(behaviour, GRID.cells(), *PEAK_SEARCH)
+
+
+def oracle_digest(behaviour: str, scenario: Scenario) -> str:
+    """Of the best settings of ``scenario``, found where the simulator behaves like that."""
+    return search_digest(behaviour, scenario.grid.cells(), *ORACLE_SEARCH)
 
 
 def seed_set(seeds: Sequence[int]) -> tuple[int, ...]:
@@ -92,7 +104,7 @@ class OracleStore:
 
     def _best(self, scenario: Scenario, contender: str) -> Best:
         name = f"{scenario.name} {contender} {_seeds_text(self._seeds)}"
-        digest = scenario_digest(scenario, contender, self._workers.bench)
+        digest = oracle_digest(scenario_digest(scenario, contender, self._workers.bench), scenario)
         entry = self._cache.get(name, digest)
         if entry is not None:
             return from_entry(entry)

@@ -24,6 +24,8 @@ Schedule = tuple[Knobs, ...]
 
 _ROUNDS = ((1, 6), (3, 3))  # seeds, and how many cells of each phase go on to the next round
 _TRIED = 2  # other settings tried for a phase in the descent
+SEARCH = (_ROUNDS, _TRIED)
+"""The constants that a finding depends on."""
 
 
 class Best(NamedTuple):

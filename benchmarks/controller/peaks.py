@@ -17,6 +17,8 @@ _USUAL = (Knobs(256, 0, 2048, 2048), Knobs(64, 0, 512, 512), Knobs(16, 0, 256, 2
 _CELLS = 6
 _STEP = 1.08  # from one rate to the next, in the end
 _STANDS = 0.9  # of what a shorter run showed: a peak that is one
+SEARCH = (_SEED, [(cell.max_batch_size, cell.token_budget) for cell in _USUAL], _CELLS, _STEP)
+"""The constants that a finding depends on; not how it is made sure of."""
 
 
 class PeakSearch:

@@ -1,5 +1,5 @@
-"""What controllers are compared on: the matrix M1 to M14, three more that none is ever tuned on, noise and gap variants,
-and eight on step times of real GPUs.
+"""What controllers are compared on: the matrix M1 to M14, three that were invented later, noise and gap variants, and eight on
+step times of real GPUs.
 
 A scenario is a machine and phases of traffic. A phase's load is relative to the peak goodput of its requests on that machine (see
 :mod:`benchmarks.controller.peaks`), so that 1.0 is as much as fixed settings can serve at all.
@@ -153,7 +153,8 @@ UNSEEN = (
              (Phase(80, one("conv", "mlperf"), 1.1),
               Phase(80, (Part("conv", "inter", 0.7), Part("digest", "mlperf", 0.3, "digest")), 0.9))),
 )  # fmt: skip
-"""Invented after the matrix, with step times by formulas that neither a roofline nor our learner contains. Never tuned on."""
+"""Invented after the matrix, with step times by formulas that neither a roofline nor our learner contains. No rival is tuned on
+them. Some constants of ours were chosen with U2 and U3 in sight, which they name, and none on U1."""
 
 MEASURED = (
     Scenario("G1", "Llama-2-7B on A100 conv inter 0.7, 1.1", measured("a100-llama2-7b"),
@@ -174,7 +175,7 @@ MEASURED = (
              _steps(120, one("conv", "mlperf"), 0.6, 1.2, 0.8)),
 )  # fmt: skip
 """Every GPU and model of :mod:`benchmarks.gpu_truth`, half of them with graph padding and slow mixed steps. What was
-chosen with them in sight, the constants of the predictive controller say."""
+chosen with them in sight, the constants of the predictive controller say; none was on G7."""
 
 
 def _variant(base: str, suffix: str, about: str, noise: float = 0.0, stalls: float = 0.0) -> Scenario:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from benchmarks.controller.attribution import Attribution, Found, least_of, mean_of, share_of
+from benchmarks.controller.attribution import LATER, Attribution, Found, least_of, mean_of, share_of
 from benchmarks.controller.contenders import COLUMNS, CONTENDERS
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.oracle import Best
@@ -113,7 +113,7 @@ class Comparison:
     def _ratios(self, *, reject: bool) -> str:
         what = "best fixed knobs of each phase" + (" with early rejection" if reject else "")
         lines = [f"Goodput as a share of that of the {what}", self._header("hindsight")]
-        for title, group in (("", MATRIX), ("never tuned on", UNSEEN), ("variants", VARIANTS), ("measured", MEASURED)):
+        for title, group in (("", MATRIX), (LATER, UNSEEN), ("variants", VARIANTS), ("measured", MEASURED)):
             rows = [s.name for s in self.scenarios if s in group]
             if rows and title:
                 lines.append(title)

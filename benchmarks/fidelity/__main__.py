@@ -74,6 +74,7 @@ from benchmarks.fidelity.table import (
     mean_metrics,
     median_error,
     metrics,
+    relative_error,
     report,
     step_pairs,
 )
@@ -194,7 +195,7 @@ class Bench:
         predicted = mean_metrics(simulated(costs.serving, case, workload, self.seed, self.duration))
         for metric, value in metrics(real).items():
             self.real.setdefault((name, metric), []).append(value)
-            self.ratios.setdefault((name, metric), []).append(predicted[metric] / value - 1 if value else 0.0)
+            self.ratios.setdefault((name, metric), []).append(relative_error(predicted[metric], value))
         pairs = step_pairs(steps, costs)
         self.steps.setdefault(name, []).extend(pairs)
         print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from autotune.cost.model import CostModel
 from autotune.measure.score import Score
 from autotune.profiling.step_driver import idle_before, samples
+from benchmarks.live.ratios import number
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
 
@@ -62,6 +64,11 @@ def metrics(score: Score) -> dict[str, float]:
     for name, latency in (("TPOT", score.tpot_ms), ("TTFT", score.ttft_ms), ("E2E", score.e2e_ms)):
         found[f"{name} p50"], found[f"{name} p99"] = latency.p50 or 0.0, latency.p99 or 0.0
     return found
+
+
+def relative_error(predicted: float, real: float) -> float:
+    """Simulated ÷ real − 1; infinite where nothing came of the real run, whatever was simulated."""
+    return predicted / real - 1 if real else math.inf
 
 
 def mean_metrics(scores: Sequence[Score]) -> dict[str, float]:
@@ -119,8 +126,8 @@ def bias(steps: Sequence[StepPair]) -> float:
     return sum(s.mean for s in steps) / sum(s.real for s in steps) - 1
 
 
-def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[str, float]:
-    """The tables, where the errors are large, and the summary: absolute errors, and those with their sign."""
+def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[str, float | None]:
+    """The tables, where the errors are large, and the summary: absolute errors, and those with their sign. None: infinite."""
     print(
         "\nsimulated ÷ real − 1, each round by the calibration before it: medians over the rounds, in brackets the range of the "
         "repeated real runs\n"
@@ -165,7 +172,7 @@ def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[
         summary["ttft_e2e_p50_past_capacity"] = statistics.median(c.absolute for c in past)
         summary["ttft_e2e_p50_past_capacity_signed"] = statistics.median(c.signed for c in past)
         summary["tpot_error_past_capacity"] = statistics.median(c.absolute for c in tpot if c.load > LOADED)
-    return {name: round(value, 4) for name, value in summary.items()}
+    return {name: number(value) for name, value in summary.items()}
 
 
 def _table(

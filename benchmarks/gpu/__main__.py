@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--part", action="append", help=f"one of the parts, several times for several: {', '.join(names)}"
     )
-    parser.add_argument("--resume", action="store_true", help="leave out what is done already in --out")
+    parser.add_argument("--resume", action="store_true", help="leave out what is done already in --out, by this code")
     parser.add_argument(
         "--minutes", type=_minutes, default=math.inf, help="begin no part that may not end within so many"
     )
@@ -65,11 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InputError(f"--out is {args.out}: {error.strerror}") from None
     from benchmarks.gpu.page import page
     from benchmarks.gpu.running import FINAL, ended, results, run_parts
+    from benchmarks.kept import code_digest
 
     chosen = [part for part in PARTS if not args.part or part.name in args.part]
     if args.resume:
-        known = {part: ended(folder, part) for part in chosen}
-        chosen = [p for p in chosen if (how := known[p]) is None or how.state not in FINAL or how.dry != args.dry]
+        known, code = {part: ended(folder, part) for part in chosen}, code_digest()
+        chosen = [
+            p
+            for p in chosen
+            if (how := known[p]) is None or how.state not in FINAL or how.dry != args.dry or how.code != code
+        ]
+        if others := [part.name for part, how in known.items() if how is not None and how.code != code]:
+            say(f"of other code, and not counted as done: {', '.join(others)}")
         say(f"{len(known) - len(chosen)} parts are done, {len(chosen)} are left")
     interrupted, left = run_parts(chosen, folder, dry=args.dry, minutes=args.minutes, say=say)
     found = results(PARTS, folder)

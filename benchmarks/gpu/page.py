@@ -16,6 +16,12 @@ def page(results: Mapping[str, Any]) -> str:
             "**A dry run on a CPU with tiny shapes: it shows that the script runs, and no figure means anything.**",
             "",
         ]
+    by_code: dict[str, list[str]] = {}
+    for name, one in results.items():
+        by_code.setdefault(one["code"] or "unknown", []).append(name)
+    if len(by_code) > 1:
+        each = "; ".join(f"{', '.join(names)} ({code})" for code, names in by_code.items())
+        lines += [f"**Not all parts are of the same code: {each}.**", ""]
     lines += ["| part | how it ended | seconds | why |", "|---|---|---|---|"]
     for name, one in results.items():
         lines.append(f"| {name} | {one['state']} | {one['seconds']:.0f} | {_cell(one['why'])} |")

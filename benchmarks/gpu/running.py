@@ -15,20 +15,22 @@ from typing import Any, Final, NamedTuple
 from benchmarks.gpu.part import LEFT_OUT
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.place import read, write
+from benchmarks.kept import ROOT, code_digest
 
-ROOT: Final = Path(__file__).parents[2]
 FINAL: Final = ("done", "left out")
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 10.0
 
 
 class Ended(NamedTuple):
-    """How a part ended: ``done``, ``left out``, ``failed``, ``out of time`` or ``interrupted``; ``why`` in a line."""
+    """How a part ended: ``done``, ``left out``, ``failed``, ``out of time`` or ``interrupted``; ``why`` in a line; ``code``: what
+    made it, :func:`benchmarks.kept.code_digest`."""
 
     state: str
     seconds: float
     why: str = ""
     dry: bool = False
+    code: str = ""
 
 
 def ended(folder: Path, part: Part) -> Ended | None:
@@ -72,7 +74,7 @@ def _run(part: Part, folder: Path, dry: bool, say: Callable[[str], None]) -> End
         str(folder),
         *(["--dry"] if dry else []),
     ]
-    begun = time.monotonic()
+    code, begun = code_digest(), time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(part, dry), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -96,7 +98,7 @@ def _run(part: Part, folder: Path, dry: bool, say: Callable[[str], None]) -> End
         why = f"its process ended with {process.returncode}"
     if state == "out of time":
         why = f"it took longer than {part.limit_s:.0f} s"
-    found = Ended(state, round(time.monotonic() - begun, 1), why, dry)
+    found = Ended(state, round(time.monotonic() - begun, 1), why, dry, code)
     write(folder / f"{part.name}.state.json", json.dumps(found._asdict()) + "\n")
     return found
 

@@ -16,7 +16,7 @@ The *truth* about a setting is its goodput over long runs without noise (:mod:`b
 choice falls short of the best setting that anybody found, as a share of it. Who finds nothing keeps vLLM's defaults.
 
 Run ``python -m benchmarks.sweep``; ``--quick`` takes three cases and one seed, ``--jobs N`` works on N cases at a time, ``--keep
-FILE`` keeps each case as it is done, and does not do it again (FILE is of this code; begin another when that changes).
+FILE`` keeps each case as it is done, and does not do it again (what other code left in FILE is not counted).
 ``--drift 0.15`` has every machine change its speed, as one that others share does; the truth is of such a machine, too. The
 last line is JSON: ``regret`` (mean over cases and seeds), ``regret_max`` (of a single run), ``hardware_share`` (mean, of one
 round of the grid), and ``vs_random``, ``vs_tpe``, ``vs_auto_tune`` and the like: the mean over cases and seeds of our true
@@ -40,7 +40,8 @@ from benchmarks.sweep.cases import CASES
 from benchmarks.sweep.contest import OURS, CaseResult, Result, play
 
 SEEDS = (601, 602, 603)
-"""Of the next whole report. Nobody has worked with them: cases, profiler and this file were made with others."""
+"""Of whole reports. Cases, profiler and this file were made with others; what was changed after the first report on these was
+changed with their figures in sight."""
 
 QUICK_SEEDS = (501,)
 QUICK = ("code-experts", "strict-stalls", "tiny-cpu")

@@ -67,16 +67,18 @@ def show(console: Console, name: str, held_out: dict[str, Any]) -> None:
     for column in ("figure", *held_out["times"]):
         times.add_column(column)
     compared = list(held_out["times"].values())
-    times.add_row("nats/gap over Poisson, gamma", *(f"{c['nats_per_gap_over_poisson']:+.3f}, {c['nats_per_gap_over_gamma']:+.3f}" for c in compared))  # fmt: skip  # noqa: E501
-    times.add_row("KS of gaps: fitted (floor, gamma, Poisson)", *(
-        "{fitted:.3f} ({floor:.3f}, {gamma:.3f}, {poisson:.3f})".format(**c["ks"]) for c in compared))  # fmt: skip
+    over = [f"nats_per_gap_over_{name}" for name in ("poisson", "gamma", "gamma_by_moments")]
+    times.add_row("nats/gap over Poisson, gamma, gamma by moments", *(", ".join(f"{c[name]:+.3f}" for name in over) for c in compared))  # fmt: skip  # noqa: E501
+    times.add_row("KS of gaps: fitted (floor, gamma, by moments, Poisson)", *(
+        "{fitted:.3f} ({floor:.3f}, {gamma:.3f}, {gamma_by_moments:.3f}, {poisson:.3f})".format(**c["ks"]) for c in compared))  # fmt: skip  # noqa: E501
     times.add_row("CV of gaps: real, fitted", *("{real:.2f}, {fitted:.2f}".format(**c["cv"]) for c in compared))
     for window in WINDOWS:
         cells = []
         for c in compared:
             at = c["dispersion"][f"{window:g}s"]
             low, middle, high = at["fitted"]
-            cells.append(f"{at['real']:.1f}, {middle:.1f} in {low:.1f}–{high:.1f} (gamma {at['gamma'][1]:.1f})")
+            gammas = f"gamma {at['gamma'][1]:.1f}, by moments {at['gamma_by_moments'][1]:.1f}"
+            cells.append(f"{at['real']:.1f}, {middle:.1f} in {low:.1f}–{high:.1f} ({gammas})")
         times.add_row(f"dispersion {window:g} s: real, fitted in p5–p95", *cells)
     console.print(times)
 

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import gammaln
 
 from autotune.workload.lengths import Conditional, Ints, QuantileTable
-from autotune.workload.processes import MarkovModulated
+from autotune.workload.processes import Gamma, MarkovModulated
 from autotune.workload.randomness import Floats
 
 SHORTEST_GAP = 1e-5  # s; clocks tie, densities of shapes below 1 do not like 0
@@ -40,6 +40,12 @@ def fit_process(gaps: Floats, states: int, *, rounds: int = 60, tolerance: float
         raise ValueError(f"{len(gaps)} gaps cannot fit {states} states; give at least {20 * states}")
     fits = [_baum_welch(gaps, start, rounds, tolerance) for start in _starts(gaps, states)]
     return max(fits, key=lambda fit: fit.log_likelihood)
+
+
+def fit_gamma(gaps: Floats) -> Gamma:
+    """Gaps that follow each other by chance, by the estimator that a state of :func:`fit_process` has."""
+    (mean,), (shape,) = _gamma_fit(np.maximum(gaps, SHORTEST_GAP), np.ones((len(gaps), 1)))
+    return Gamma(1 / float(mean), float(shape) ** -0.5)
 
 
 def log_likelihood(process: MarkovModulated, gaps: Floats) -> float:

@@ -1,8 +1,9 @@
 """This engine against vLLM's CPU build: the same weights, the same prompts, 64 tokens each, greedy, in one process by turns.
 
 What :mod:`benchmarks.engine` does for transformers' two ways to generate: a model of 57M parameters, each contender with the best
-of a few token budgets at 32 sequences, output tokens per second of the process's CPU time, ratios within a round. vLLM
-runs its own scheduler in this process, without a prefix cache (prompts are random), eagerly and, where it can, compiled.
+of a few token budgets at 32 sequences, chosen on prompts of another seed; output tokens per second of the process's CPU time,
+ratios within a round. vLLM runs its own scheduler in this process, without a prefix cache (prompts are random), eagerly and,
+where it can, compiled.
 
 The last line is JSON: for each kind of prompts ``vs_vllm_cpu`` (``short``), ``even_vs_vllm_cpu``, ``long_vs_vllm_cpu``, and
 ``alike``: of vLLM's outputs, the share of tokens up to which the two agree, on average (random weights make near ties, so that
@@ -25,12 +26,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.command import command, count, exit_code, say
-from benchmarks.engine import BATCH, KINDS, OUTPUT, Peer, Prompts, alternated, best, make_prompts, ours, ratio, said
+from benchmarks.engine import BATCH, BUDGETS, KINDS, OUTPUT, Peer, Prompts, contest, make_prompts, ours, ratio, said
 from benchmarks.vllm.model import model_folder
 from benchmarks.vllm.starting import ready, start_stock
 
-BUDGETS: Final = (512, 1024, 2048, 4096)
-"""Of a step, as many as ours has."""
 _WAYS: Final = {"eager": {}, "compiled": {"enforce_eager": False}}
 _OF_STOCK: Final = {"max_num_seqs": BATCH, "max_num_batched_tokens": max(BUDGETS), "load_format": "auto"}
 
@@ -76,9 +75,7 @@ def compared(
         vocabulary: int = loaded.model.config.vocab_size
         found: dict[str, Any] = {"dtype": name, "threads": threads}
         for kind in kinds:
-            prompts = make_prompts(count, kind, vocabulary)
-            peers = [best(choice, prompts[:BATCH]) for choice in (mine, theirs)]
-            result = alternated(peers, prompts, rounds)
+            result = contest((mine, theirs), kind, count, vocabulary, rounds)
             for row in said(result, f"{name:8} {threads} {kind:5}"):
                 print(row, flush=True)
             prefix = "" if kind == "short" else f"{kind}_"

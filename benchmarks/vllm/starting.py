@@ -93,12 +93,15 @@ def start_stock(folder: Path, **options: Any) -> Any:
 
 def apart(module: str, arguments: Sequence[str], *, threads: int) -> dict[str, Any]:
     """Run ``module`` in a process of its own, which may start and end vLLM as it likes: one that ends takes down the others
-    of its process. Returns the JSON of its last line. Raises ``RuntimeError`` if it fails."""
+    of its process. Returns the JSON of its last line. Raises ``RuntimeError`` if it fails, or says nothing."""
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, text=True
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        raise RuntimeError(f"the last line of {' '.join(command)} is no JSON") from None
     return found

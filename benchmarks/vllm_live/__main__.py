@@ -20,8 +20,11 @@ no request (:mod:`.agreement`); and what steering costs the host in a step (:mod
 The last line is JSON: goodput ratios, geometric means over the loads that do not shift (``vs_defaults``: over all), with their
 95% intervals, and ``host_overhead``: CPU time of adapter and controller ÷ stock's own, at 16 and 64 decodes, the larger.
 
-Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 85 minutes; ``--quick``: fifteen). Ctrl-C ends it
-with what there is; ``--keep FILE`` makes it in pieces.
+A part that fails is named in ``failures``, and costs the others nothing; ``stopped`` is true after Ctrl-C, which ends it with
+what there is.
+
+Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 85 minutes; ``--quick``: fifteen). ``--keep FILE``
+makes it in pieces, of one version of the code.
 """
 
 from __future__ import annotations
@@ -39,9 +42,8 @@ from typing import Any, NamedTuple
 
 from autotune.bench import Contender
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import Interrupted
 from autotune.writing import write_whole
-from benchmarks.command import command, count, exit_code, say, seconds
+from benchmarks.command import INTERRUPTED, command, count, exit_code, say, seconds
 from benchmarks.kept import Kept
 from benchmarks.live.contenders import admitted
 from benchmarks.live.learning import calibrate, served
@@ -57,8 +59,9 @@ from benchmarks.vllm.starting import prepared, vllm_options
 from benchmarks.vllm_live import agreement, client
 from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, STOCK, cases, rivals
 from benchmarks.vllm_live.summary import Figures, compared, report, summary
+from runtime.errors import AutotuneError
 
-INTERRUPTED, FAILED = 130, 1
+FAILED = 1
 PARTS = ("agreement", "overhead", "contest", "client")
 
 
@@ -110,33 +113,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     begun, shape, failures = time.monotonic(), dict[str, Any](), list[str]()
     with tempfile.TemporaryDirectory(prefix="vllm-live-") as scratch, stop_on_interrupt() as stop:
-        folder = model_folder(Path(scratch) / preset, preset)
-        if "overhead" in parts:
-            shape |= _overhead(folder, args.quick)
-        if "agreement" in parts:
-            shape |= _agreement(folder, rounds, args.threads, failures)
-        lengths: client.Lengths | None = None
         kept = Kept(args.keep, _requested(args, plan, preset))
+        folder = model_folder(Path(scratch) / preset, preset)
+        part = partial(_part, shape, failures, stop.is_set)
+        if "overhead" in parts:
+            part("overhead", lambda: _overhead(folder, args.quick))
+        if "agreement" in parts:
+            part("agreement", lambda: _agreement(folder, rounds, args.threads, failures))
+        lengths = list[client.Lengths]()
         done = {figures.name: figures for figures in map(Figures.of_json, kept.known())}
         wanted = [name for name in NAMES if not args.case or name in args.case]
         left = [name for name in wanted if name not in done] if "contest" in parts else []
-        if (left or "client" in parts) and not stop.is_set():
+
+        def contest() -> dict[str, Any]:
             with live(folder, preset) as machine:
-                try:
-                    more, lengths = _contest(machine, plan, args, left, kept, done, stop.is_set)
-                    shape |= more
-                except Interrupted:
-                    say("stopped before anything was measured")
+                return _contest(machine, plan, args, left, kept, done, lengths, stop.is_set)
+
+        if left or "client" in parts:
+            part("contest", contest)
         if "contest" in parts:
             shape |= summary([done[name] for name in wanted if name in done])
-        if "client" in parts and lengths is not None and not stop.is_set():
-            shape |= _client(folder, lengths, plan, stop.is_set)
+        if "client" in parts and lengths:
+            part("client", lambda: _client(folder, lengths[0], plan, stop.is_set))
         stopped = stop.is_set()
     print(f"took {time.monotonic() - begun:.0f} s{', stopped early' if stopped else ''}")
     for failure in failures:
         print(f"FAILED: {failure}")
+    shape |= {"stopped": stopped, "failures": [failure.splitlines()[0] for failure in failures]}
     print(json.dumps(shape))
     return INTERRUPTED if stopped else FAILED if failures else 0
+
+
+def _part(
+    shape: dict[str, Any], failures: list[str], stop: Callable[[], bool], name: str, make: Callable[[], dict[str, Any]]
+) -> None:
+    """Have ``make`` find its figures, into ``shape``, unless it is to ``stop``. If it fails, that is one of the ``failures``."""
+    if stop():
+        return
+    try:
+        shape |= make()
+    except (AutotuneError, RuntimeError) as error:
+        if stop():  # Ctrl-C ends the processes that it started, too
+            say(f"{name}: stopped before it was done")
+        else:
+            failures.append(f"{name}: {error}")
 
 
 def _overhead(folder: Path, quick: bool) -> dict[str, Any]:
@@ -161,7 +181,7 @@ def _agreement(folder: Path, rounds: int, threads: int, failures: list[str]) -> 
 
 
 def _requested(args: argparse.Namespace, plan: Plan, preset: str) -> dict[str, object]:
-    """What figures that may stand beside each other have in common."""
+    """What figures that may stand beside each other have in common, beside the code that made them."""
     from autotune.profile.fingerprint import cpu_model, package_version
 
     return {
@@ -177,9 +197,11 @@ def _contest(
     left: Sequence[str],
     kept: Kept,
     done: dict[str, Figures],
+    lengths: list[client.Lengths],
     stop: Callable[[], bool],
-) -> tuple[dict[str, Any], client.Lengths]:
-    """The loads that are ``left``, into ``done``: their rounds in turn, or one load after the other if they are kept."""
+) -> dict[str, Any]:
+    """The loads that are ``left``, into ``done``: their rounds in turn, or one load after the other if they are kept. The mean
+    lengths of the conversation, into ``lengths``."""
     say(f"calibration, {plan.calibration:g} s")
     cost = calibrate(machine, plan.calibration, args.seed, stop)
     cost = served(
@@ -187,12 +209,11 @@ def _contest(
     )
     every = cases(machine, cost, plan.duration)
     drawn = list(every[0].workload.arrivals(1, limit=2000))
-    lengths = client.Lengths(
-        round(statistics.fmean(a.prompt_tokens for a in drawn)), round(statistics.fmean(a.output_tokens for a in drawn))
-    )
+    means = (statistics.fmean(a.prompt_tokens for a in drawn), statistics.fmean(a.output_tokens for a in drawn))
+    lengths.append(client.Lengths(*map(round, means)))
     chosen = [case for case in every if case.name in left]
     if not chosen:
-        return {}, lengths
+        return {}
     decisions, failed, screened = list[str](), 0, dict[str, _Best]()
     for together in [chosen] if args.keep is None else [[case] for case in chosen]:
         if stop():
@@ -218,7 +239,7 @@ def _contest(
         decisions += [d.as_json() + "\n" for r in mine for d in r.decisions]
     if args.log is not None:
         write_whole(args.log, "".join(decisions))
-    return {"failed_turns": failed, "threads": args.threads}, lengths
+    return {"failed_turns": failed, "threads": args.threads}
 
 
 class _Best(NamedTuple):

@@ -1,14 +1,15 @@
 """The same question put by a client that is not ours: ``vllm bench serve`` against ``vllm serve``, stock and self-tuning.
 
-Both servers run all the time, idle but for the one whose turn it is; each round sends both the same requests. Prompts and
-outputs are random, their lengths spread by half around those of the conversation. The rate is a share of what the stock server
-completes of requests sent all at once, and the SLO follows from eight clients at a time: TPOT 2.5 × the median gap between
-tokens, TTFT 20 × TPOT. Both are found through the same client.
+Both servers run all the time, idle but for the one whose turn it is; each round sends both the same requests. A round before the
+first warms both up. Prompts and outputs are random, their lengths spread by half around those of the conversation. The rate is a
+share of what the stock server completes of requests sent all at once, and the SLO follows from eight clients at a time: TPOT
+2.5 × the median gap between tokens, TTFT 20 × TPOT. Both are found through the same client.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ import numpy as np
 from autotune.bench import Estimate
 from autotune.engines.vllm.command import MIDDLEWARE, SCHEDULER
 from benchmarks.live.loads import TPOT_FACTOR, TTFT_FACTOR
-from benchmarks.live.ratios import DRAWS
+from benchmarks.live.ratios import DRAWS, Ratio
 from benchmarks.vllm.starting import LIMITS
 from runtime.slo import SLO
 
@@ -63,14 +64,15 @@ class Found(NamedTuple):
 
     @property
     def ratio(self) -> Estimate:
-        """Our good requests ÷ stock's, with a 95% interval over rounds."""
+        """Our good requests ÷ stock's, with a 95% interval over rounds; infinite where only stock has none."""
         mine, theirs = (np.array([run.good for run in runs], float) for runs in (self.ours, self.stock))
-        if not len(mine) or not theirs.sum():
-            return Estimate(float("nan"), float("nan"), float("nan"))
+        if not len(mine):
+            return Estimate(math.nan, math.nan, math.nan)
         picked = np.random.default_rng(7).integers(0, len(mine), size=(DRAWS, len(mine)))
-        above, below = mine[picked].sum(axis=1), theirs[picked].sum(axis=1)
-        low, high = np.percentile((above / below)[below > 0], [2.5, 97.5])
-        return Estimate(float(mine.sum() / theirs.sum()), float(low), float(high))
+        with np.errstate(divide="ignore", invalid="ignore"):  # nothing within the SLO on a side: infinite, or unknown
+            draws = np.log(mine[picked].sum(axis=1)) - np.log(theirs[picked].sum(axis=1))
+            value = mine.sum() / theirs.sum()
+        return Ratio(float(value), draws).estimate()
 
 
 class Server:
@@ -158,15 +160,22 @@ def contest(
             full = send(stock, lengths, logs, count=count, seed=3).said
             rate = share * full["completed"] / full["duration"]
             say(f"the stock server completes {rate / share:.1f} requests/s; {rate:.1f} are sent a second, SLO {slo}")
-            send(ours, lengths, logs, count=int(seconds * rate), seed=4, rate=rate, slo=slo)  # warms it up
+            count = max(1, round(seconds * rate))
+            for server in (stock, ours):  # to warm up
+                send(server, lengths, logs, count=count, seed=4, rate=rate, slo=slo)
             runs: dict[Server, list[Run]] = {stock: [], ours: []}
             for number in range(rounds):
                 pair: dict[Server, Run] = {}
                 for server in (stock, ours) if number % 2 else (ours, stock):
                     if stop():
                         break
-                    count = max(1, round(seconds * rate))
-                    run = pair[server] = send(server, lengths, logs, count=count, seed=10 + number, rate=rate, slo=slo)
+                    try:
+                        run = send(server, lengths, logs, count=count, seed=10 + number, rate=rate, slo=slo)
+                    except RuntimeError:
+                        if stop():  # Ctrl-C ends the client, too
+                            break
+                        raise
+                    pair[server] = run
                     name = "stock" if server is stock else "ours"
                     p99 = run.said["p99_tpot_ms"]
                     say(

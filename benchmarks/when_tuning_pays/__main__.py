@@ -6,7 +6,8 @@ What is compared, and how settings are chosen, is in :mod:`benchmarks.when_tunin
 ``docs/when-tuning-pays.md``.
 
 Finished cells are kept in ``benchmarks/data/when_tuning_pays.json``, with a digest of what the simulator, admission and the
-controller do with a fixed probe: the command goes on where it stopped, and plays again what would come out otherwise now. With
+controller do with a fixed probe, and of the search: the command goes on where it stopped, and plays again what would come out
+otherwise now. With
 ``--quick`` or seeds of your own only ``--keep FILE`` keeps them. The last line is JSON: mean gains in points of 100 by load.
 
     python -m benchmarks.when_tuning_pays --truth h100-llama3-8b --workload chat --slo strict

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 from autotune.simulate import SimulatedEngine
-from benchmarks.controller.cache import scenario_digest
+from benchmarks.controller.cache import scenario_digest, search_digest
 from benchmarks.controller.contenders import CONTENDERS, OURS, STATIC, STATIC_FULL, STATIC_ORDER
 from benchmarks.controller.run import Bench, Driver, Outcome, requests, serve
 from benchmarks.controller.scenarios import Scenario
@@ -274,11 +274,18 @@ _PROBE_S, _PROBE_RATE = 10.0, 20.0
 
 
 def digest(cell: Cell, plan: Plan) -> str:
-    """Of how the simulator, admission and the controller behave on a fixed probe of the cell, and of what is asked."""
+    """Of how the simulator, admission and the controller behave on a fixed probe of the cell, of what is asked, and of the
+    search: the settings, vLLM's defaults there the first of them, and its constants."""
     scenario = cell.scenario(1.0, _PROBE_S)
     bench = Bench({str(scenario.load(scenario.phases[0])): _PROBE_RATE})
     behaviour = [scenario_digest(scenario, contender, bench) for contender in (STATIC_FULL, OURS)]
-    return hashlib.sha256(repr((behaviour, plan, BATCHES, BUDGETS, CARRIED, LADDER)).encode()).hexdigest()[:16]
+    question = hashlib.sha256(repr((behaviour, plan, BATCHES, BUDGETS, CARRIED, LADDER)).encode()).hexdigest()[:16]
+    return searched(question, cell)
+
+
+def searched(question: str, cell: Cell) -> str:
+    """``question``, a digest of its own, and how an answer is searched for."""
+    return search_digest(question, settings(cell.defaults), _JUMP, _FIRST, _LOWEST, _CLEAR, _KEPT, _ENOUGH)
 
 
 def _rate(rung: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import threading
 import time
@@ -236,6 +237,21 @@ def test_a_run_is_compared_with_the_calibration_before_it_and_round_0_with_none(
     assert len(real) == 2 and {c.load for c in bench.compared()} == {0.5}
     # by 1 and 2: TPOT of a near-empty engine is as long as its steps
     assert (1 + second) * real[1] / ((1 + first) * real[0]) == pytest.approx(2.0, rel=0.2)
+
+
+def test_a_real_figure_of_nothing_is_no_error_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of one token have no TPOT."""
+    calibrated = SimpleNamespace(seconds=1.0, unevenness=1.0, served=1.0, cost=lambda seconds: fitted(1.0))
+    monkeypatch.setattr(fidelity, "measure_steps", lambda *a, **k: calibrated)
+    bench = Bench(in_virtual_time(KV_TOKENS), in_virtual_time(TIGHT_KV_TOKENS), FACTS, 0.4, 0)
+    bench.calibrate(1.0)
+    case = Case("one token", "poisson:prompt=8,output=1", 0.5, Knobs(8, 0, 64, 64))
+    bench.run(1, case, parse_workload(case.spec).at_rate(20.0))
+    found = {c.metric: c for c in bench.compared()}
+    assert found["TPOT p50"].absolute == found["TPOT p50"].signed == math.inf and not found["TPOT p50"].ok
+    assert math.isfinite(found["TTFT p50"].absolute)
+    summary = report(bench.compared(), bench.steps)
+    assert summary["tpot_error"] is None and summary["throughput_error"] is not None
 
 
 def test_a_simulation_scatters_as_simulate_does_and_is_the_mean_of_several_draws() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import selectors
 import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -15,8 +19,9 @@ import pytest
 from benchmarks.batcher.__main__ import judge, summary
 from benchmarks.batcher.cases import Burst, base, flooded, measure, own, recovery
 from benchmarks.batcher.load import Account, Client, Load, OnTime
+from benchmarks.batcher.peers import PEERS
 from benchmarks.batcher.rules import Aimd, Bento, Clipper, Line, SizeOrWait, WhenFree
-from benchmarks.batcher.service import BASE_S, CAPACITY, ITEM_S, LARGEST, SLO_S, Refused, application, service_s
+from benchmarks.batcher.service import BASE_S, CAPACITY, HTTP_S, ITEM_S, LARGEST, SLO_S, Refused, application, service_s
 from benchmarks.batcher.world import Choice, Item, OwnDevices, Rule, SharedDevice, play, poisson
 
 
@@ -30,6 +35,42 @@ def test_the_service_is_the_one_described() -> None:
     assert flooded(OwnDevices(own), 1, lambda _: 1.0) == pytest.approx(CAPACITY, rel=0.01)
     with pytest.raises(ValueError, match="33 items; it must have 1 to 32"):
         service_s(33)
+
+
+def test_every_server_that_is_told_the_slo_has_the_same_margin_for_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them up to where it would serve."""
+    told: dict[str, object] = {}
+
+    class Ended(Exception):
+        """In the place of a server's life."""
+
+    def taking(name: str) -> Callable[..., object]:
+        def made(*_: object, **options: object) -> object:
+            told[name] = options
+            raise Ended
+
+        return made
+
+    marshal = SimpleNamespace(CorkDispatcher=taking("serve_bento"))
+    monkeypatch.setitem(sys.modules, "bentoml._internal.marshal.dispatcher", cast(Any, marshal))
+    for name in ("bentoml", "bentoml._internal", "bentoml._internal.marshal"):
+        monkeypatch.setitem(sys.modules, name, cast(Any, SimpleNamespace()))
+    lit = SimpleNamespace(LitAPI=type("LitAPI", (), {"__init__": lambda *_, **__: None}), LitServer=taking("serve_lit"))
+    monkeypatch.setitem(sys.modules, "litserve", cast(Any, lit))
+    monkeypatch.setattr("runtime.Batcher", taking("serve_ours"))
+    for name in ("serve_bento", "serve_lit", "serve_ours"):
+        monkeypatch.delitem(sys.modules, f"benchmarks.batcher.{name}", raising=False)
+        with pytest.raises(Ended):
+            importlib.import_module(f"benchmarks.batcher.{name}").main()
+        monkeypatch.delitem(sys.modules, f"benchmarks.batcher.{name}")
+    found = {name: cast(dict[str, Any], options) for name, options in told.items()}
+    least_ms = 1e3 * (SLO_S - HTTP_S)
+    assert found["serve_ours"]["slo"] == f"e2e={least_ms:.0f}ms@99%"
+    assert found["serve_bento"]["max_latency_in_ms"] == least_ms
+    assert found["serve_lit"]["timeout"] == pytest.approx(least_ms / 1e3 - service_s(LARGEST))
+    settings = {peer.name: peer.settings for peer in PEERS}
+    assert settings["BentoML"].endswith(f"max_latency_ms {least_ms:.0f}")
+    assert settings["LitServe"].endswith(f"timeout {least_ms - 1e3 * service_s(LARGEST):.0f} ms")
 
 
 def test_size_or_wait_to_the_millisecond() -> None:

@@ -1,10 +1,30 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from functools import partial
 from statistics import mean
+from typing import Any
 
 import pytest
 
-from benchmarks.engine import KINDS, OUTPUT, Peer, alternated, cases, make_prompts, measure, ratio, said
+from benchmarks import engine
+from benchmarks.engine import (
+    BUDGETS,
+    CHOSEN_ON,
+    KINDS,
+    OUTPUT,
+    Peer,
+    Prompts,
+    alternated,
+    cases,
+    contest,
+    continuous_peers,
+    make_prompts,
+    measure,
+    ratio,
+    said,
+)
 
 
 @pytest.mark.slow
@@ -51,3 +71,45 @@ def test_peers_take_turns_in_both_orders() -> None:
     assert [one["name"] for one in found] == ["a", "b", "c"] and all(len(one["rates"]) == 3 for one in found)
     rows = list(said([{**found[0], "rates": [8.0, 6.0]}, {**found[1], "rates": [4.0, 2.0]}], "here"))
     assert "ours is" not in rows[0] and "ours is 2.50 times that" in rows[1]
+
+
+def test_settings_are_chosen_on_other_prompts_than_those_of_the_rounds() -> None:
+    served: dict[str, list[Prompts]] = {"a": [], "b": [], "c": []}
+
+    def run(name: str, prompts: Prompts) -> int:
+        served[name].append(prompts)
+        return OUTPUT * len(prompts)
+
+    peers = {name: Peer(name, "", partial(run, name)) for name in served}
+    found = contest([[peers["a"]], [peers["b"], peers["c"]]], "even", 6, 100, 2)
+    chosen_on, reported = make_prompts(32, "even", 100, CHOSEN_ON), make_prompts(6, "even", 100)
+    assert not any(prompt in reported for prompt in chosen_on)
+    assert served["a"] == [chosen_on[:4], chosen_on, reported, reported]
+    assert [one["name"] for one in found] in (["a", "b"], ["a", "c"])
+    assert sorted(map(len, (served["b"], served["c"]))) == [2, 4]
+
+
+@pytest.mark.slow
+def test_the_continuous_peer_may_have_every_budget_that_ours_has() -> None:
+    settings = [peer.settings for peer in continuous_peers(None, "short")]
+    assert len(settings) == len(set(settings))
+    for budget in (256, *BUDGETS):
+        assert f"page 256, budget {budget}" in settings
+
+
+def test_the_line_of_json_has_every_kind_of_prompts_against_both(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_case(dtype: str, threads: int, kinds: list[str], args: Any) -> Iterator[tuple[str, Any]]:
+        for at, kind in enumerate(kinds):
+            rates = ([12.0 + at], [4.0], [3.0])
+            yield kind, [{"name": name, "settings": "", "rates": r} for name, r in zip("abc", rates, strict=True)]
+
+    monkeypatch.setattr(engine, "run_case", run_case)
+    assert engine.main(["--quick"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    del found["dtype"]
+    assert found == {
+        "vs_transformers_cb": 3.0, "vs_static": 4.0, "even_vs_transformers_cb": 3.25, "even_vs_static": 4.333,
+        "long_vs_transformers_cb": 3.5, "long_vs_static": 4.667,
+    }  # fmt: skip

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.controller import __main__ as command
-from benchmarks.controller import scenarios, work
+from benchmarks.controller import known, scenarios, work
 from benchmarks.controller.cache import (
     Cache,
-    code_digest,
     from_entry,
     load_digest,
     outcome_of,
@@ -22,7 +21,16 @@ from benchmarks.controller.cache import (
 )
 from benchmarks.controller.contenders import STATIC
 from benchmarks.controller.hardware import H200, H200_ADD
-from benchmarks.controller.known import REPORTED, SEEN, TUNED, Oracles, OracleStore, seed_set
+from benchmarks.controller.known import (
+    REPORTED,
+    SEEN,
+    TUNED,
+    Oracles,
+    OracleStore,
+    oracle_digest,
+    peak_digest,
+    seed_set,
+)
 from benchmarks.controller.loads import POISSON
 from benchmarks.controller.oracle import Best, OracleSearch
 from benchmarks.controller.peaks import PeakSearch
@@ -144,12 +152,12 @@ class TestCache:
         """As ``--keep FILE`` has it: found again by what was run, with all that came of it."""
         outcome, kept = (
             Outcome(((10, 8), (5, 5)), ((15, 13),), 2, False),
-            Kept(tmp_path / "runs", {"code": code_digest()}),
+            Kept(tmp_path / "runs", {"traces": False}),
         )
         kept.add({"run": Task("M5", "predictive", 201)[:3], "outcome": outcome})
         found = {Task(*run["run"]): outcome_of(run["outcome"]) for run in kept.known()}
         assert found == {Task("M5", "predictive", 201): outcome}
-        assert Kept(tmp_path / "runs", {"code": "other"}).known() == []
+        assert Kept(tmp_path / "runs", {"traces": False}, "other").known() == []
 
     def test_a_digest_is_of_behaviour(self) -> None:
         first = scenario_digest(TINY, STATIC, BENCH)
@@ -165,6 +173,22 @@ class TestCache:
             assert scenario_digest(other, STATIC, rates) != first
         digests = {load_digest(load, Bench({})) for load in LOADS[:4]}
         assert len(digests) == 4
+
+    def test_what_is_kept_is_of_what_was_searched_and_how(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The machine behaves alike throughout."""
+        grid = TINY.grid
+        made = {oracle_digest("as ever", replace(TINY, grid=other)) for other in (
+            grid, Grid((16,), grid.budgets, ()), Grid(grid.batches, (512,), ()), Grid(grid.batches, grid.budgets, (256,)),
+        )}  # fmt: skip
+        made.add(oracle_digest("otherwise", TINY))
+        peaks = {peak_digest("as ever")}
+        monkeypatch.setattr(known, "ORACLE_SEARCH", (((1, 8),), 2))
+        monkeypatch.setattr(known, "GRID", grid)
+        made.add(oracle_digest("as ever", TINY))
+        peaks.add(peak_digest("as ever"))
+        monkeypatch.setattr(known, "PEAK_SEARCH", (1,))
+        peaks.add(peak_digest("as ever"))
+        assert len(made) == 6 and len(peaks) == 3
 
     @pytest.mark.slow
     def test_a_search_is_made_once(self, tiny: Scenario, tmp_path: Path) -> None:
@@ -288,6 +312,26 @@ class TestCommand:
         assert sum(line.startswith("tiny      predictive") for line in lines) == 1
         assert isinstance(json.loads(lines[-1]), dict)
         assert (tmp_path / "controller_presets.json").is_file()
+
+    @pytest.mark.slow
+    def test_a_run_that_is_kept_counts_at_the_load_it_was_made_at(
+        self, tiny: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(command, "FOLDER", tmp_path)
+        rates = dict(BENCH.peaks)
+        monkeypatch.setattr(command, "peaks", lambda *_: rates)
+        arguments = ["--scenario", "tiny", "--contender", "vllm-1024", "--seeds", "21-21", "--jobs", "1"]
+        keep = ["--keep", str(tmp_path / "runs")]
+        lines = []
+        for told in (0, 0, 1):
+            assert command.main([*arguments, *keep]) == 0
+            said = capsys.readouterr().out.splitlines()
+            assert sum("1 of the runs kept are of other peak goodputs" in line for line in said) == told
+            lines.append(next(line for line in said if line.startswith("tiny      vllm-1024")))
+            if len(lines) == 2:
+                rates["H200 conv-inter"] *= 0.7
+        assert lines[0] == lines[1] != lines[2]
+        assert len((tmp_path / "runs").read_text().splitlines()) == 2
 
 
 def test_loads_are_named_by_what_they_hold() -> None:

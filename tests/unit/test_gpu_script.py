@@ -18,6 +18,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.place import Place, read, write
 from benchmarks.gpu.running import Ended, ended, results, run_parts
 from benchmarks.gpu.wheels import LIST, fetching, wheels
+from benchmarks.kept import code_digest
 from runtime.errors import InputError
 from tests.unit.command_line import exit_code
 
@@ -64,6 +65,28 @@ def test_how_a_part_ended_is_none_where_nothing_can_be_read(tmp_path: Path) -> N
     assert ended(tmp_path, NOTHING) is None
     write(tmp_path / "fingerprint.state.json", json.dumps(Ended("done", 3.0)._asdict()))
     assert ended(tmp_path, NOTHING) == Ended("done", 3.0)
+
+
+def test_what_other_code_has_done_is_told_and_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.__main__.PARTS", [NOTHING])
+    arguments = ["--resume", "--dry", "--out", str(tmp_path)]
+    for code, said in ((code_digest(), "1 parts are done, 0 are left"), ("other", "0 parts are done, 1 are left")):
+        write(tmp_path / "fingerprint.state.json", json.dumps(Ended("done", 3.0, dry=True, code=code)._asdict()))
+        assert main(arguments) == (1 if code == "other" else 0)
+        told = capsys.readouterr().err
+        assert said in told and ("of other code, and not counted as done: fingerprint" in told) == (code == "other")
+    how = ended(tmp_path, NOTHING)
+    assert how is not None and how.state == "out of time" and how.code == code_digest()
+
+
+def test_the_page_says_which_parts_are_not_of_the_same_code(tmp_path: Path) -> None:
+    for part, code in zip(PARTS[:3], ("abc", "abc", ""), strict=True):
+        write(tmp_path / f"{part.name}.state.json", json.dumps(Ended("done", 1.0, code=code)._asdict()))
+    first, second, third = (part.name for part in PARTS[:3])
+    said = f"**Not all parts are of the same code: {first}, {second} (abc); {third} (unknown).**"
+    assert said in page(results(PARTS, tmp_path)) and "same code" not in page(results(PARTS[:2], tmp_path))
 
 
 def test_the_page_has_every_part_and_its_answers(tmp_path: Path) -> None:

@@ -82,7 +82,10 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--port", "66000"), "65535"),
         (("./nothing-here", "--host", "192.0.2.1", "--port", "0"), "--host is 192.0.2.1: 192.0.2.1:0 cannot be bound"),
         (("tiny", "--host", "127.0.0..1", "--port", "0"), "--host is 127.0.0..1: "),
-        (("tiny", "--kv-tokens", "0"), "--kv-tokens is 0; it must be a whole number of at least 1"),
+        (
+            ("./nothing-here", "--kv-tokens", "0", "--port", "0"),
+            "--kv-tokens is 0; it must be a whole number of at least 1",
+        ),
         (("tiny", "--ordering", "lifo"), "--ordering is lifo; it must be one of priority, fcfs, "),
         (("tiny", "--threads", "0"), "--threads is 0; it must be a whole number of at least 1"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
@@ -130,9 +133,7 @@ def test_a_port_is_held_while_the_model_is_loaded() -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with pytest.raises(InputError, match=rf"^--port is {port}: 127\.0\.0\.1:{port} cannot be bound"):
-            bind("127.0.0.1", port)
-    with bind("127.0.0.1", port) as again:
-        assert again.getsockname()[1] == port
+            bind("127.0.0.1", port).close()
 
 
 def test_it_binds_to_this_machine_only_unless_told() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.controller.cache import FOLDER
 from benchmarks.gpu_truth import Truth as Measured
 from benchmarks.gpu_truth.engine import ChunkExecutor
-from benchmarks.kept import Kept
+from benchmarks.kept import DATA, ROOT, SOURCE, Kept, code_digest
 from benchmarks.sweep import hardware
 from benchmarks.sweep.__main__ import RIVALS, ratio, report, summary
 from benchmarks.sweep.cases import CASES, CPU_GRID, GPU_GRID, LIMITS, Case, Grid, Machine
@@ -346,3 +347,63 @@ class TestKept:
         assert [*map(CaseResult.of_json, Kept(file, requested).known())] == [case, replace(case, case="b")]
         assert Kept(file, {**requested, "rounds": 2}).known() == []
         assert Kept(None, requested).known() == []
+        assert len(file.read_text().splitlines()) == 3
+
+    def test_what_other_code_made_stays_and_is_told_and_not_counted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file, part = tmp_path / "kept.jsonl", {"n": 1}
+        Kept(file, {"seeds": (1,)}).add(part)
+        before_code_was_part_of_the_key = '{"requested": {"seeds": [1]}, "n": 0}\n'
+        made = file.read_text() + before_code_was_part_of_the_key
+        file.write_text(made)
+        said = "of the parts there are of other code; they stay, and are not counted\n"
+        assert Kept(file, {"seeds": (1,)}).known() == [part]
+        assert capsys.readouterr().err == f"{file}: 1 {said}"
+        monkeypatch.setattr("benchmarks.kept.code_digest", lambda: "later")
+        assert Kept(file, {"seeds": (1,)}).known() == [] and Kept(file, {"seeds": (2,)}).known() == []
+        assert capsys.readouterr().err == f"{file}: 2 {said}"
+        assert file.read_text() == made
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "autotune/control/x.py",
+            "runtime/torch_backend/cpu/kernels.c",
+            "benchmarks/kept.py",
+            "autotune/workload/azure2023.json",
+            "benchmarks/gpu_truth/tables/a.npz",
+            "benchmarks/data/controller_rivals.json",
+            "profiles/tiny.yaml",
+            "trace.csv",
+        ],
+    )
+    def test_code_is_another_if_a_file_that_results_depend_on_is(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("benchmarks.kept.ROOT", tmp_path)
+        for other in (
+            "autotune/a.py",
+            "runtime/b.py",
+            "benchmarks/c.py",
+            "benchmarks/data/controller_traces.json",
+            name,
+        ):
+            (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / other).write_text(other)
+        more = [tmp_path / name] if name.endswith(".csv") else []
+        first = code_digest(*more)
+        (tmp_path / "benchmarks" / "data" / "controller_traces.json").write_text("what a benchmark found")
+        assert code_digest(*more) == first
+        (tmp_path / name).write_text("changed")
+        assert (changed := code_digest(*more)) != first
+        (tmp_path / name).rename(tmp_path / name.replace(".", "2."))
+        if not more:
+            assert code_digest() not in (first, changed), "or has another name"
+
+    def test_every_file_of_data_is_part_of_the_code_or_found_by_a_benchmark(self) -> None:
+        folders, kinds = ("autotune", "runtime", "benchmarks"), {".json", ".npz", ".yaml", ".csv", ".c", ".cu"}
+        there = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds}
+        counted = {path for pattern in (*SOURCE, *DATA) for path in ROOT.glob(pattern)}
+        found = {FOLDER / f"{name}.json" for name in ("controller_traces", "controller_presets", "when_tuning_pays")}
+        assert there - found <= counted

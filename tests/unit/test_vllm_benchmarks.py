@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.bench import fixed
@@ -19,24 +24,29 @@ from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.scenario import Scenario
 from benchmarks import vllm_fidelity
+from benchmarks.fidelity.table import relative_error
 from benchmarks.kept import Kept
 from benchmarks.live.contenders import admitted
 from benchmarks.live.machine import Machine
+from benchmarks.live.ratios import Ratio
 from benchmarks.live.serving import Contest, turn
 from benchmarks.sweep.rivals import Choice
 from benchmarks.vllm import overhead
 from benchmarks.vllm.machine import simulated
 from benchmarks.vllm.model import MAX_MODEL_LEN, SMALL, model_folder
 from benchmarks.vllm.overhead import _a_step
-from benchmarks.vllm.starting import DEFAULTS, LIMITS
+from benchmarks.vllm.starting import DEFAULTS, LIMITS, apart
 from benchmarks.vllm_live import __main__ as live_command
+from benchmarks.vllm_live import client
+from benchmarks.vllm_live.agreement import Agreement
 from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, SHARES, STOCK, cases, rivals
-from benchmarks.vllm_live.client import Found, Run
+from benchmarks.vllm_live.client import Found, Lengths, Run
 from benchmarks.vllm_live.summary import ADMITTED, BEST, Figures, compared, report, summary
 from benchmarks.vllm_sweep import __main__ as sweep_command
 from benchmarks.vllm_sweep.__main__ import AUTO_TUNE, FULL, QUICK, TPE, Result, held_out, means, ratio, regret, truth
 from benchmarks.vllm_sweep.__main__ import OURS as SEARCHED
 from benchmarks.vllm_sweep.rig import Case, LiveRig
+from runtime.errors import ModelError
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.unit.paced import FACTS
@@ -59,8 +69,38 @@ def test_fidelity_tells_a_machine_of_another_speed_from_a_simulator_that_is_wron
         assert errors["steps"] == pytest.approx([0.06, 0.06], abs=1e-6)
         assert min(errors["TPOT p50"]) >= 0.06, "longer steps hold more sequences"
         assert errors["TPOT p50 as fast"] == pytest.approx([0, 0], abs=1e-6)
-    vllm_fidelity._report(found)
+    assert vllm_fidelity.report(found)["rounds"] == {"0.5": 2, "0.7": 2}
     assert "TPOT p50 as fast" in capsys.readouterr().out
+
+
+def test_fidelity_that_is_stopped_claims_no_error_where_nothing_was_compared(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profile = load_profile(find_profile("cpu-2core-tiny"))
+    scenario = Scenario.of(profile).even()
+    with scenario.start(profile.settings["balanced"].knobs) as engine:
+        found = vllm_fidelity.compared(engine, profile, scenario, 30.0, (0.5, 0.9), 2, 8.0, lambda: True)
+    shape = vllm_fidelity.report(found)
+    assert shape.pop("rounds") == {"0.5": 0, "0.9": 0}
+    assert shape == dict.fromkeys(("tpot_p50", "throughput", "ttft_p50", "steps", "tpot_p50_as_fast"))
+    assert "no round counted at 0.5, 0.9 of capacity" in capsys.readouterr().out
+    names = ("TPOT p50", "throughput", "TTFT p50", "steps", "TPOT p50 as fast")
+    part = vllm_fidelity.report({0.5: {name: [-0.2, 0.1, -0.1] for name in names}, 0.9: {name: [] for name in names}})
+    assert part["tpot_p50"] == -0.1 and part["rounds"] == {"0.5": 3, "0.9": 0}
+    assert "no round counted at 0.9 of capacity" in capsys.readouterr().out
+    nothing = vllm_fidelity.report({0.5: {name: [relative_error(3.0, 0.0)] for name in names}})
+    assert nothing["tpot_p50"] is None, "nothing came of the real run: that is no error of 0"
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_fidelity_that_is_stopped_says_so_in_its_json_and_exit_code(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_fidelity, "prepared", lambda args: SMALL)
+    monkeypatch.setattr(vllm_fidelity, "model_folder", lambda folder, preset: folder)
+    monkeypatch.setattr(vllm_fidelity, "_compared", lambda *_: {"tpot_p50": None, "stopped": stopped})
+    assert vllm_fidelity.main(["--profile", str(find_profile("cpu-2core-tiny"))]) == (130 if stopped else 0)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"tpot_p50": None, "stopped": stopped}
 
 
 @pytest.fixture
@@ -126,7 +166,9 @@ def test_a_contest_in_pieces_serves_each_load_at_what_is_good_beside_it(
     plan, done = live_command.Plan((1, 1), 2.0, 1.0, 2), dict[str, Figures]()
     kept = Kept(tmp_path / "kept", {})
     args = argparse.Namespace(seed=0, threads=1, keep=tmp_path / "kept", log=None)
-    live_command._contest(simulated(COST, machine), plan, args, ["light", "over"], kept, done, lambda: False)
+    lengths = list[Lengths]()
+    live_command._contest(simulated(COST, machine), plan, args, ["light", "over"], kept, done, lengths, lambda: False)
+    assert len(lengths) == 1 and min(lengths[0]) > 1
     assert [*done] == ["light", "over"] == [part["name"] for part in kept.known()]
     light, over = (set(done[name].shape["fixed settings"]) for name in ("light", "over"))
     assert set(done["light"].winners) <= light
@@ -179,6 +221,146 @@ def test_the_client_counts_rounds() -> None:
     found = Found(SLO(ttft_ms=800), 5.0, *runs, attached=True)
     assert found.ratio.value == pytest.approx(1.5) and found.ratio.low == pytest.approx(1.5)
     assert math.isnan(Found(SLO(ttft_ms=800), 5.0, [], [], attached=False).ratio.value)
+
+
+def test_rounds_in_which_stock_has_nothing_in_time_are_infinitely_better_and_not_left_out() -> None:
+    def found(stock: tuple[int, ...], ours: tuple[int, ...]) -> Found:
+        runs = ([Run(100, 100, good, {}) for good in each] for each in (stock, ours))
+        return Found(SLO(ttft_ms=800), 5.0, *runs, attached=True)
+
+    value, low, high = found((0, 50), (60, 75)).ratio
+    assert (value, low, high) == (pytest.approx(2.7), pytest.approx(1.5), math.inf), "a quarter of the draws"
+    assert found((0, 0), (60, 75)).ratio == (math.inf, math.inf, math.inf)
+    assert math.isnan(found((0, 0), (0, 0)).ratio.value)
+
+
+class Bench:
+    """The client and its servers, without either: every run that is sent, by its server and its seed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
+        self.sent: list[tuple[str, int, float | None]] = []
+        self.failed, self._fail_at = False, fail_at
+        monkeypatch.setattr(client, "_servers", self._servers)
+        monkeypatch.setattr(client, "send", self._send)
+
+    @contextmanager
+    def _servers(self, folder: Path, logs: Path, slo: Any) -> Iterator[Any]:
+        yield "stock", "ours", slo("stock")
+
+    def _send(self, server: Any, lengths: Lengths, logs: Path, *, count: int, seed: int, **how: Any) -> Run:
+        self.sent.append((server, seed, how.get("rate")))
+        if seed == self._fail_at:
+            self.failed = True
+            raise RuntimeError("vllm bench serve failed:")
+        times = {"median_itl_ms": 10.0, "p99_tpot_ms": 12.0, "median_ttft_ms": 30.0}
+        return Run(count, count, count // 2, {**times, "completed": count, "duration": 8.0})
+
+    def contest(self, stop: Any) -> Found:
+        silent: Any = lambda text: None  # noqa: E731
+        return client.contest(Path(), Lengths(60, 20), share=1.0, rounds=3, seconds=4.0, say=silent, stop=stop)
+
+
+def test_the_client_warms_up_both_servers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    found = bench.contest(lambda: False)
+    assert [run for run in bench.sent if run[2] is not None][:2] == [("stock", 4, found.rate), ("ours", 4, found.rate)]
+    assert len(found.stock) == len(found.ours) == 3
+
+
+def test_ctrl_c_ends_the_client_and_leaves_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, fail_at=11)
+    found = bench.contest(lambda: bench.failed)
+    assert len(found.stock) == len(found.ours) == 1 and found.ratio.value == 1.0
+    with pytest.raises(RuntimeError, match="bench serve failed"):
+        Bench(monkeypatch, fail_at=11).contest(lambda: False)
+
+
+@pytest.mark.parametrize("module", ["__future__", "platform"])
+def test_a_process_that_says_nothing_has_failed(module: str) -> None:
+    with pytest.raises(RuntimeError, match=f"-m {module} is no JSON"):
+        apart(module, [], threads=1)
+
+
+class TestParts:
+    """The command, each of its parts at the word of a test."""
+
+    @pytest.fixture(autouse=True)
+    def parts(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        ratio = Ratio(1.25, np.log(np.full(8, 1.25)))
+        figures = Figures("over", False, {"slo": "x"}, {"defaults": ratio}, {"defaults": ratio})
+
+        def contest(*args: Any) -> dict[str, Any]:
+            args[5]["over"] = figures
+            args[6].append(Lengths(60, 20))
+            return {"failed_turns": 0}
+
+        agreed = Agreement(48, 0, 0, 1.0)
+        monkeypatch.setattr(live_command, "prepared", lambda args: SMALL)
+        monkeypatch.setattr(live_command, "model_folder", lambda folder, preset: folder)
+        monkeypatch.setattr(live_command, "live", lambda folder, preset: nullcontext(machine))
+        monkeypatch.setattr(live_command, "_contest", contest)
+        monkeypatch.setattr(live_command.overhead, "measured_apart", lambda *_, **__: self._fails("overhead"))
+        monkeypatch.setattr(live_command.agreement, "compared_apart", lambda *_, **__: agreed)
+        monkeypatch.setattr(live_command.client, "contest", lambda *_, **__: self._fails("client"))
+
+    def _fails(self, part: str) -> Any:
+        raise RuntimeError(f"{part} broke down\nat line 3")
+
+    def said(self, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return found
+
+    def test_a_part_that_fails_costs_the_others_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert live_command.main(["--quick"]) == 1
+        found = self.said(capsys)
+        assert found["failures"] == ["overhead: overhead broke down", "client: client broke down"]
+        assert found["vs_defaults"] == 1.25 and found["agreement"]["served"] == 48 and found["stopped"] is False
+
+    def test_a_contest_that_fails_leaves_what_was_found_before(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def contest(*args: Any) -> Any:
+            raise ModelError("vLLM is gone")
+
+        monkeypatch.setattr(live_command, "_contest", contest)
+        assert live_command.main(["--quick", "--part", "contest", "--part", "agreement"]) == 1
+        found = self.said(capsys)
+        assert found["failures"] == ["contest: vLLM is gone"] and found["agreement"]["served"] == 48
+        assert found["vs_defaults"] is None
+
+    def test_ctrl_c_in_the_last_part_keeps_the_contest(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def interrupted(*_: Any, **__: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            self._fails("client")
+
+        monkeypatch.setattr(live_command.client, "contest", interrupted)
+        assert live_command.main(["--quick", "--part", "contest", "--part", "client"]) == 130
+        found = self.said(capsys)
+        assert found["vs_defaults"] == 1.25 and found["stopped"] is True and found["failures"] == []
+
+    def test_what_other_code_kept_is_told_and_not_counted(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file, made = tmp_path / "kept.jsonl", list[Kept]()
+
+        def kept(*given: Any) -> Kept:
+            made.append(Kept(*given))
+            return made[-1]
+
+        monkeypatch.setattr(live_command, "Kept", kept)
+        arguments = ["--quick", "--part", "contest", "--case", "full", "--keep", str(file)]
+        live_command.main(arguments)
+        ratio = Ratio(2.0, np.log(np.full(8, 2.0)))
+        made[0].add(Figures("full", False, {}, {"defaults": ratio}, {"defaults": ratio}).as_json())
+        live_command.main(arguments)
+        assert self.said(capsys)["vs_defaults"] == 2.0
+        monkeypatch.setattr("benchmarks.kept.code_digest", lambda: "other")
+        live_command.main(arguments)
+        told = capsys.readouterr()
+        assert json.loads(told.out.splitlines()[-1])["vs_defaults"] is None
+        assert "1 of the parts there are of other code" in told.err and len(file.read_text().splitlines()) == 1
 
 
 def test_host_overhead_is_the_larger_and_says_of_what() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from autotune.engines.defaults import vllm_defaults
 from benchmarks.when_tuning_pays import __main__ as command
+from benchmarks.when_tuning_pays import play
 from benchmarks.when_tuning_pays.cells import Cell, cells
 from benchmarks.when_tuning_pays.page import BEGIN, END, IMAGE, bottleneck, figures, needed
 from benchmarks.when_tuning_pays.picture import drawing
@@ -31,6 +32,7 @@ from benchmarks.when_tuning_pays.play import (
     best_at,
     digest,
     highest,
+    searched,
     settings,
 )
 from runtime.errors import InputError
@@ -116,6 +118,18 @@ def test_slots_that_never_ran_out_make_no_difference() -> None:
     assert runs.outcome("static", few, 2.0, 1) == runs.outcome("static", many, 2.0, 1)
     assert not runs.outcome("static", few, 2.0, 1).full
     assert runs.met("static", few, 2.0) == runs.met("static", many, 2.0)
+
+
+def test_a_kept_cell_is_of_the_defaults_and_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine behaves alike throughout."""
+    cell = Cell("graphs", "h100-llama3-8b", "code", "strict")
+    made = {searched("as ever", cell), searched("otherwise", cell)}
+    monkeypatch.setattr(play, "_KEPT", 5)
+    made.add(searched("as ever", cell))
+    monkeypatch.undo()
+    monkeypatch.setattr(Cell, "defaults", property(lambda self: SMALL))
+    made.add(searched("as ever", cell))
+    assert len(made) == 4
 
 
 def served(**shares: float) -> Served:

@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from autotune.workload.fitted import Fitted, dumps, from_data, load_fitted
 from autotune.workload.processes import Gamma, MarkovModulated
 from benchmarks.trace_fit import __main__ as trace_fit
-from benchmarks.trace_fit.fitting import fit_lengths, fit_process, log_likelihood, quantile_levels
+from benchmarks.trace_fit.fitting import fit_gamma, fit_lengths, fit_process, log_likelihood, quantile_levels
 from benchmarks.trace_fit.goodness import compare_lengths, compare_times, dispersion
 
 TRUTH = MarkovModulated((0.05, 3.0), (1.0, 0.6), ((0.97, 0.03), (0.5, 0.5)))
@@ -95,6 +95,19 @@ def test_times_compared() -> None:
     assert figures["ks"]["fitted"] < 0.04 < figures["ks"]["poisson"]
     low, middle, high = figures["dispersion"]["10s"]["fitted"]
     assert low < middle < high and low < dispersion(test, 10.0) * 1.3 and high > dispersion(test, 10.0) * 0.7
+
+
+def test_the_gamma_beside_it_is_fitted_as_its_states_are_and_the_usual_one_is_a_column_of_its_own() -> None:
+    train, test = gaps_of(TRUTH, 3000, 1), gaps_of(TRUTH, 3000, 2)
+    alone = fit_process(train, 1).process
+    gamma = fit_gamma(train)
+    assert (1 / gamma.rate, gamma.cv**-2) == pytest.approx((alone.means[0], alone.shapes[0]))
+    figures = compare_times(TRUTH, test, train)
+    expected = (log_likelihood(TRUTH, test) - log_likelihood(alone, test)) / len(test)
+    assert figures["nats_per_gap_over_gamma"] == pytest.approx(expected)
+    assert 0 < figures["nats_per_gap_over_gamma"] < figures["nats_per_gap_over_gamma_by_moments"]
+    assert figures["ks"]["gamma"] < figures["ks"]["gamma_by_moments"]
+    assert figures["cv"]["gamma_by_moments"] == pytest.approx(train.std() / train.mean(), rel=0.1)
 
 
 @pytest.mark.parametrize(
