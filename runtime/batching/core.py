@@ -275,7 +275,7 @@ class BatchCore:
             blamed = [part for part in failed if not any(at in part for at in alone)] if fitted else failed
             changed = memory.ran_out(whole, [load(part) for part in blamed], [load(part) for part in fitted])
         else:
-            changed = memory.lowered and not call.failed and memory.fitted(whole)
+            changed = memory.lowered and call.failed < len(call.items) and memory.fitted(whole)
         if changed:
             self.settings.limit(memory.effective)
 
@@ -287,7 +287,9 @@ class BatchCore:
         for item in call.items:
             if item.state is ENDED:
                 continue
-            if item.tries > self.retries or self.fault is not None:
+            if (
+                item.tries > self.retries or item.times is not None or self.fault is not None
+            ):  # outputs that came would come again
                 item.state = ENDED
                 spent.append(item)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
@@ -73,7 +74,7 @@ class Batched:
         if made.batcher is None:
             with made.lock:
                 if made.batcher is None:
-                    batcher = Batcher(self._weakly_bound(), **{"name": self._name, **self.options})
+                    batcher = Batcher(self._weakly_bound(), **{"name": self._name, **self._options_of_its_own()})
                     batcher._owner = made.owner
                     made.batcher = batcher
         return made.batcher
@@ -82,6 +83,15 @@ class Batched:
     def target(self) -> Callable[..., Any]:
         """What is called with a list: the function, or the method of its instance."""
         return self.function if self._owner is None else functools.partial(self.function, self._owner)
+
+    def _options_of_its_own(self) -> dict[str, Any]:
+        """Of a method, each instance has a grouping and a strategy of its own: what they hold is of one batcher's items."""
+        if self._made.owner is None:
+            return self.options
+        return {
+            name: copy.deepcopy(value) if name in ("grouping", "strategy") else value
+            for name, value in self.options.items()
+        }
 
     def _weakly_bound(self) -> Callable[..., Any]:
         return self.function if self._made.owner is None else _weak_method(self.function, self._made.owner)

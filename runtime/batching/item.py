@@ -113,6 +113,11 @@ class Call:
     def seconds(self) -> float:
         return self.end - self.start
 
+    @property
+    def informative(self) -> bool:
+        """Whether it took as long as such a call does: it was one, and not all of its items failed."""
+        return self.failed < len(self.items) and not self.stretched
+
     def __repr__(self) -> str:
         return f"<Call of {len(self.items)} items, cost {self.cost}, worker {self.worker}>"
 

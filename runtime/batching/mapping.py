@@ -42,12 +42,11 @@ def map_over(
         try:
             for outcome in outcomes:
                 advance()
-                if isinstance(outcome, Exception) and not return_exceptions:
+                if isinstance(outcome, BaseException) and not return_exceptions:
                     raise outcome
                 yield outcome
         finally:
-            for future in running:
-                future.cancel()
+            pool.drop(running)
 
 
 def _submitted(

@@ -99,7 +99,8 @@ def fail_lost(items: Sequence[Item], error: BaseException, now: float, epoch: in
     records = []
     with Delivery():
         for item in items:
-            died = StepFailedError(f"item {item.id}: its worker died {item.tries} times: {error!r}")
+            often = f"{item.tries} times" if item.times is None else "after its first outputs"
+            died = StepFailedError(f"item {item.id}: its worker died {often}: {error!r}")
             died.__cause__ = error if isinstance(error, Exception) else None
             _settle(_handle(item), died)
             records.append(item_record(item, FinishReason.ERROR, now, epoch, str(died)))

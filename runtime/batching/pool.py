@@ -11,9 +11,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from runtime.batching.accounts import item_record
 from runtime.batching.backpressure import Backpressure
@@ -29,8 +31,12 @@ from runtime.shared.at_exit import stop_at_exit
 from runtime.shared.expiries import Expiries
 from runtime.shared.listeners import Listeners
 
+if TYPE_CHECKING:
+    from runtime.batching.future import ItemFuture
+
 log = logging.getLogger(__name__)
 
+_DROP_S: Final = 0.05  # that a finalizer waits for the lock, which its own thread may hold
 KILL_AFTER_S: Final = 5.0  # how long a close that does not drain waits for a call in a process
 
 
@@ -64,6 +70,7 @@ class Pool:
         self.backpressure = Backpressure(self.lock, core, self.wake)
         self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
         self._alive = 0
+        self._dropped: deque[ItemFuture] = deque()  # to be withdrawn by whoever held the lock
         self._abandoned = False
         self._broken = ""  # why, if so
         self._slots = [
@@ -97,7 +104,10 @@ class Pool:
             )
         try:
             with self.lock:
-                return self._take_in(item, block, patient)
+                taken = self._take_in(item, block, patient)
+            if self._dropped:
+                self._withdraw_dropped()
+            return taken
         except Exception as error:
             item.state = ENDED
             if isinstance(error, RejectedError) and self.listeners.known:  # an offered item that missed its SLO
@@ -107,6 +117,8 @@ class Pool:
 
     def _take_in(self, item: Item, block: bool, patient: bool) -> bool:
         core = self.core
+        if block and not self.backpressure.admits and self.here:
+            block = False  # it would wait for itself: the queue is full
         if (block or patient) and not self.backpressure.admits:
             if not item.held:
                 item.held = True
@@ -152,10 +164,27 @@ class Pool:
             )
         return gone
 
+    def drop(self, futures: Iterable[ItemFuture]) -> None:
+        """Withdraw the items of ``futures``, which nobody waits for any more. For finalizers, which may run in the middle of
+        anything, such as a thread that holds the lock: that one then sees to it."""
+        self._dropped.extend(futures)
+        if self._dropped and self.lock.acquire(timeout=_DROP_S):
+            self.lock.release()
+            self._withdraw_dropped()
+
+    def _withdraw_dropped(self) -> None:
+        """Not under the lock."""
+        while self._dropped:
+            with suppress(IndexError):  # another thread may have been faster
+                self._dropped.popleft().cancel()
+
     def close(self, drain: bool) -> None:
         """Take nothing more; finish (``drain``) or cancel what waits; wait for the threads to end."""
+        if self._elsewhere:
+            return
         self.stop(drain)
         if self.here:
+            self._abandoned = True  # the last thread closes the functions
             return
         kill_at = inf if drain else time.monotonic() + KILL_AFTER_S
         for slot in self._slots:
@@ -188,6 +217,8 @@ class Pool:
         if self.lock.acquire(blocking=False):
             self.lock.release()
             self.stop(drain=False)
+            if not (self._alive or self._elsewhere or self.here):  # no thread is left that would
+                self._close_functions()
 
     def stop(self, drain: bool) -> None:
         """As :meth:`close`, without waiting."""
@@ -230,6 +261,8 @@ class Pool:
                     self.wake()
             elif self.closed and not self._alive:
                 return False
+        if self._dropped:
+            self._withdraw_dropped()
         if self._abandoned and not self.closed:
             self.stop(drain=False)
         self._end_early(ended)
@@ -254,6 +287,8 @@ class Pool:
                     self.backpressure.left()
                     if step.call is not None:
                         slot.function.begin()
+                if self._dropped:
+                    self._withdraw_dropped()
                 if self._abandoned and not self.closed:
                     self.stop(drain=False)
                 if step.ended:

@@ -140,6 +140,15 @@ def _undecorated(fn: Any) -> _Undecorated | None:
     return None
 
 
+def _readable(error: BaseException) -> BaseException:
+    """``error``, or what it says: some exceptions cannot be written, or can be written and not read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
 def _serve(pipe: Connection, pickled: bytes) -> None:
     """The child: calls the function with what comes through the pipe until that is empty or closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
@@ -154,12 +163,10 @@ def _serve(pipe: Connection, pickled: bytes) -> None:
         if not request:
             return
         try:
-            answer = (True, fn(pickle.loads(request)))
-            reply = pickle.dumps(answer)
+            outcomes = fn(pickle.loads(request))
+            if isinstance(outcomes, list | tuple) and any(isinstance(one, BaseException) for one in outcomes):
+                outcomes = [_readable(one) if isinstance(one, BaseException) else one for one in outcomes]
+            reply = pickle.dumps((True, outcomes))
         except Exception as error:
-            try:
-                reply = pickle.dumps((False, error))
-                pickle.loads(reply)  # some exceptions can be written and not read
-            except Exception:
-                reply = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+            reply = pickle.dumps((False, _readable(error)))
         pipe.send_bytes(reply)

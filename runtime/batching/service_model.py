@@ -83,9 +83,9 @@ class ServiceModel:
         return self.price(others).of(items, cost)
 
     def observe(self, call: Call) -> None:
-        """Learn from a call that has ended. One of no time, that failed or that was stretched teaches nothing."""
+        """Learn from a call that has ended. One of no time, that failed as a whole or that was stretched teaches nothing."""
         seconds, n, c = call.seconds, len(call.items), call.cost
-        if call.failed or call.stretched or not (0 < seconds < math.inf):
+        if not (call.informative and 0 < seconds < math.inf):
             return
         self._seen += 1
         if self._seen <= _WARM_UP:

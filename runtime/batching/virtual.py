@@ -7,6 +7,7 @@ For tests, for comparing strategies, and for asking what a setting would do. :cl
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -86,7 +87,8 @@ class VirtualPool:
     def end_calls(self) -> bool:
         """Take in the calls that have ended by now; whether there were any."""
         now = self.clock.now()
-        over = [work for work in self._running if work.left <= _EPS]
+        nothing = max(_EPS, 2 * math.ulp(now))  # less is lost when it is added to the time
+        over = [work for work in self._running if work.left <= nothing]
         for work in over:
             call = work.call
             self._running.remove(work)

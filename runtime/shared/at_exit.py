@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util  # noqa: F401  # its own handler, which ends child processes, is to run after the one here
 import os
 import sys
 import time

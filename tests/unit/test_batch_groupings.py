@@ -191,6 +191,13 @@ def test_sorted_windows_serve_neighbours_and_finish_a_window_before_the_next() -
     assert calls == [[60, 50], [4, 3], [2, 1]]
 
 
+def test_a_call_larger_than_the_window_is_filled_up_with_what_came_next() -> None:
+    grouping = SortedWindows(window=4)
+    put(grouping, *costs(*range(1, 13)))
+    assert [item.cost for item in take(grouping, 10)] == [4, 3, 2, 1, 5, 6, 7, 8, 9, 10]
+    assert [item.cost for item in take(grouping, 10)] == [12, 11] and not take(grouping, 1)
+
+
 def test_padded_groups_bound_the_rectangle() -> None:
     core = core_of(Dynamic(), "padded", budget=100, wait_ms=0)
     for cost in (10, 20, 20, 30, 5, 5, 5):

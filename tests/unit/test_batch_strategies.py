@@ -46,6 +46,11 @@ def test_calls_that_say_nothing_of_the_time_teach_nothing() -> None:
     for call in [failed, stretched, endless, call_of(1, 1, 0.0)] * 10:
         model.observe(call)
     assert not model.ready and model.samples == 0
+    for _ in range(40):
+        some = call_of(8, 8, 1.0)
+        some.failed = 3  # exceptions of single items: the call took its time
+        model.observe(some)
+    assert model.samples > 30
 
 
 def test_the_margin_follows_how_much_calls_scatter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from contextlib import nullcontext
@@ -169,6 +170,16 @@ def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
     assert [r.arrival for r in found] == [a.time for a in sent]
     assert [r.prompt_tokens for r in found] == [costs[prompt_ids(a, 3, 3)[0]] for a in sent]
     assert {r.prompt_tokens for r in found} == {10, 20, 30}
+
+
+def test_calls_end_however_late_it_is() -> None:
+    """From 16,384 s on, what is left of a call may be less than what a float adds to the time."""
+    dice = random.Random(1)
+    batcher = SimulatedBatcher(lambda call: dice.uniform(1, 3), [1], slo=SLO(e2e_ms=10_000))
+    load = OfferedLoad(0.05, 3, 40_000.0, 1.0)
+    began = time.monotonic()
+    found = offered_to(batcher, 1, load, SLO(e2e_ms=10_000), stop=lambda: time.monotonic() > began + 20)
+    assert found.met == found.offered > 1500
 
 
 def _point(setting: BatcherSetting, met: int, p99: float) -> CallablePoint:

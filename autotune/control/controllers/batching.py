@@ -77,7 +77,7 @@ class BatchingController:
 
     def observe_step(self, record: StepRecord) -> None:
         seconds, n, c = record.duration, record.chunks, record.prefill_tokens
-        if record.failed or n < 1 or c < 1 or not (0 < seconds < math.inf):
+        if record.failed >= n or n < 1 or c < 1 or not (0 < seconds < math.inf):
             return
         seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
         self._calls += 1

@@ -41,6 +41,9 @@ class SortedWindows:
         found = self._open[:most]
         if len(found) < most:
             found += self._following()[: most - len(found)]
+        if len(found) < most:  # a call larger than the window
+            known = set(found)
+            found += [item for item in self._line.first(most) if item not in known][: most - len(found)]
         return found
 
     def _following(self) -> list[Item]:

@@ -199,7 +199,7 @@ class Adaptive:
     def observe(self, call: Call, state: State) -> None:
         if self.model is not None:
             self.model.observe(call)
-        if not call.failed and not call.stretched:
+        if call.informative:
             self._most_items = max(self._most_items, len(call.items))
             self._most_cost = max(self._most_cost, call.cost)
             mean = call.cost / len(call.items)

@@ -62,7 +62,7 @@ class MemoryBounded:
 
     def observe(self, call: Call, state: State) -> None:
         self.inner.observe(call, state)
-        if call.peak_bytes is None or call.failed or call.stretched or call.peak_bytes <= 0:
+        if call.peak_bytes is None or not call.informative or call.peak_bytes <= 0:
             return
         if not self._unit_cost:
             self._unit_cost, self._unit_bytes = float(call.cost), float(call.peak_bytes)
