@@ -334,13 +334,16 @@ class Confidence(Part):
 
     noise: Amount = Field(
         description="coefficient of variation of goodput between runs of one setting, at the least that of a share of so many "
-        "requests"
+        "requests; of mean E2E where that is the objective"
     )
     best: Share = Field(
         description="probability that the recommended setting is the best of the validated ones; equals share it, and each that "
         "measured clearly worse is better with 2.5% after all"
     )
-    regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
+    regret: Amount = Field(
+        description="goodput it is expected to fall short of the best of them, as a share; where mean E2E is the objective, by how "
+        "much that is longer"
+    )
     sentence: str = Field(description="the same in words")
 
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from scipy.stats import binom
+from scipy.stats import t as student_t
 
 from autotune.cost.fit import SERVED
 from autotune.cost.model import CostModel
@@ -245,7 +246,8 @@ def check_calls(
     others = taken()
     regions = []
     for size in sizes:
-        found = _region(str(size), rounds, lambda kinds: profile.service.error, threshold)
+        error = _error_at(profile, size)
+        found = _region(str(size), rounds, lambda kinds, error=error: error, threshold)  # type: ignore[misc]  # a default
         crowded = others > CROWDED and 1 + found.difference < _EXCUSED
         noun = f"of {size} item{'s' * (size > 1)}"
         regions.append(replace(found, region="calls", noun=noun, crowded=crowded))
@@ -311,7 +313,7 @@ def _region(
     medians = [statistics.median(timing.seconds / timing.predicted for timing in one) for one in mine if one]
     everything = [timing for one in mine for timing in one]
     middle = statistics.median(medians)
-    low, high = median_interval(medians)
+    noise = _uncertain(medians)
     kinds = len({timing.kind for timing in everything})
     typical = statistics.median(timing.predicted for timing in everything)
     return RegionCheck(
@@ -321,10 +323,23 @@ def _region(
         measured_ms=typical * middle * 1000,
         predicted_ms=typical * 1000,
         difference=middle - 1,
-        noise=max(middle - low, high - middle),
+        noise=noise,
         model=error(kinds),
         threshold=threshold,
     )
+
+
+def _uncertain(medians: Sequence[float]) -> float:
+    """By how much the median of ``medians`` may be off: the sign test's interval, of few rounds Student's t, of one anything."""
+    count = len(medians)
+    if count < 2:
+        return 1.0
+    middle = statistics.median(medians)
+    if count < _FEWEST:
+        spread = max(statistics.stdev(medians), 1e-3 * middle)
+        return float(student_t.ppf((1 + _LEVEL) / 2, count - 1)) * spread / math.sqrt(count)
+    low, high = median_interval(medians)
+    return max(middle - low, high - middle)
 
 
 def sizes_of(profile: CallableProfile) -> list[int]:
@@ -335,9 +350,29 @@ def sizes_of(profile: CallableProfile) -> list[int]:
 
 
 def predicted_s(profile: CallableProfile, items: int, cost: float) -> float:
-    """Seconds of a call of so many items by the formula of ``profile``."""
+    """Seconds of a call of so many items by the formula of ``profile``, corrected by what calls of that size took when it was
+    made: no formula fits every function at every size."""
+    off = _off(profile, items)
+    return _formula_ms(profile, items, cost) * (statistics.median(off) if off else 1.0) / 1e3
+
+
+def _error_at(profile: CallableProfile, items: int) -> float:
+    """Median relative error of that, over the profile's own calls of this size."""
+    off = _off(profile, items)
+    if not off:
+        return profile.service.error
+    middle = statistics.median(off)
+    return statistics.median(abs(one / middle - 1) for one in off)
+
+
+def _off(profile: CallableProfile, items: int) -> list[float]:
+    """How many times as long as by the formula the profile's calls of this size took."""
+    return [g.ms / _formula_ms(profile, g.items, g.cost) for g in profile.service.groups if g.items == items]
+
+
+def _formula_ms(profile: CallableProfile, items: int, cost: float) -> float:
     service = profile.service
-    return (service.fixed_ms + service.per_item_ms * items + service.per_cost_ms * cost) / 1e3
+    return max(service.fixed_ms + service.per_item_ms * items + service.per_cost_ms * cost, 1e-6)
 
 
 def median_interval(values: Sequence[float], level: float = _LEVEL) -> tuple[float, float]:

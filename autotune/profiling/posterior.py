@@ -193,10 +193,11 @@ def repeat_noise(runs: Sequence[tuple[object, float]]) -> float | None:
     groups: dict[object, list[float]] = defaultdict(list)
     for key, value in runs:
         groups[key].append(value)
-    repeated = [g for g in groups.values() if len(g) > 1 and statistics.fmean(g) > 0]
+    again = [g for g in groups.values() if len(g) > 1]
+    repeated = [g for g in again if statistics.fmean(g) > 0]
     freedom = sum(len(g) - 1 for g in repeated)
     if not freedom:
-        return None
+        return 0.0 if again else None
     squares = sum((v / statistics.fmean(g) - 1) ** 2 for g in repeated for v in g)
     return float((squares / freedom) ** 0.5)
 

@@ -261,6 +261,9 @@ class EngineTarget:
         """Defaults of other engines, the calibration's guess and the best near it; then what TPE makes of those."""
         space = question.space.narrowed(setup.fitted)
         starting = starting_points(space, setup.fitted)
+        starting.sort(
+            key=lambda named: not question.space.allows(named[1])
+        )  # where trials are few, those that may be chosen
         known = {knobs for _, knobs in starting}
         starting += [(NEAR_BEST, knobs) for knobs in setup.candidates if knobs not in known]
         return Proposals(starting, space, question.sim_trials, len(starting) + _LEAST)

@@ -50,6 +50,26 @@ def test_a_function_that_has_not_changed_fits(made: CallableProfile) -> None:
     assert predicted_s(made, 8, 800) == pytest.approx(0.020 + 0.016 + 0.08, rel=0.03)
 
 
+def test_one_whose_time_no_formula_fits_is_held_against_calls_of_its_sizes() -> None:
+    """Flat up to twelve items, and steep from there on."""
+
+    class Flat(Ticking):
+        def __call__(self, items: Sequence[str]) -> list[str]:
+            self.now += max(0.010, 0.0008 * len(items))
+            return super().__call__(items)
+
+    ticking, slo = Flat(0.0, 0.0), SLO(e2e_ms=400)
+    of = subject(ticking, LENGTHS, by_length=True)
+    cost = calibrated(ticking, of)
+    runs = [simulated(AS_IT_COMES, cost, of.costs, OfferedLoad(50.0, 1, 2.0, 0.5), slo)]
+    found = findings(cost, slo, 50.0, runs, capacity=60.0, capacity_size=12)
+    facts: dict[str, Any] = {"name": "embed", "command": "", "machine": machine(), "software": software()}
+    profile = assemble(CallableProfile, found, of_callable(found, question(slo, 50.0, 60.0), of), **facts)
+    again, slower = Flat(0.0, 0.0), Flat(0.0, 0.002)
+    assert checked(profile, again, again.clock).verdict == "fits"
+    assert checked(profile, slower, slower.clock).verdict == "stale"
+
+
 def test_one_that_is_slower_for_some_sizes_is_stale(made: CallableProfile) -> None:
     ticking = Ticking(0.020, 0.004, 0.0002)  # twice as long for what grows
     found = checked(made, ticking, ticking.clock)

@@ -13,7 +13,7 @@ import pytest
 from autotune.cost.model import CostModel, fit_cost_model
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import CostFacts
-from autotune.profiling.check import Check, RegionCheck, check_steps, compare, median_interval
+from autotune.profiling.check import Check, RegionCheck, _uncertain, check_steps, compare, median_interval
 from autotune.profiling.steps import measure_steps, region_of
 from autotune.simulate import SimulatedEngine
 from runtime.step_model import StepFeatures
@@ -50,6 +50,14 @@ def planned(facts: CostFacts) -> CostFacts:
 def checked(facts: CostFacts, hardware: Callable[[StepFeatures], float], noise: float = 0.03, **options: Any) -> Check:
     there = engine(hardware, noise)
     return check_steps(there, MODEL, facts, **{"budget_s": 10, **options})
+
+
+def test_of_few_rounds_little_is_known() -> None:
+    assert _uncertain([1.2]) == 1.0, "of one nothing"
+    assert _uncertain([1.0, 1.1]) > 1 > _uncertain([1.0, 1.1, 1.05, 0.95, 1.0]) > 0.05
+    assert _uncertain([1.0] * 5) < 0.01
+    low, high = median_interval([0.9, 1.0, 1.0, 1.0, 1.0, 1.1])
+    assert _uncertain([0.9, 1.0, 1.0, 1.0, 1.0, 1.1]) == max(1.0 - low, high - 1.0)
 
 
 def test_nothing_changed(facts: CostFacts) -> None:

@@ -84,6 +84,7 @@ def test_the_probability_is_that_of_draws_from_the_truth() -> None:
 def test_noise_is_that_of_repeats_alone() -> None:
     assert repeat_noise([("a", 10.0), ("b", 20.0)]) is None
     assert repeat_noise([("a", 10.0), ("a", 10.0), ("b", 99.0)]) == 0.0
+    assert repeat_noise([("a", 0.0), ("a", 0.0)]) == 0.0, "repeated, and nothing was served"
     assert repeat_noise([("a", 9.0), ("a", 11.0)]) == pytest.approx(0.1 * 2**0.5)
 
 

@@ -105,6 +105,14 @@ def test_pins_bind_the_local_search(tmp_path: Path) -> None:
     assert best >= max(at_either_speed(found, knobs) for knobs in inside) - 0.02
 
 
+@pytest.mark.parametrize("rate", [None, 35.0])
+def test_few_trials_are_of_settings_that_may_be_chosen(tmp_path: Path, rate: float | None) -> None:
+    """The defaults of other engines, which pins exclude, come first otherwise."""
+    space = make_space(LIMITS, ["token_budget=512"])
+    found, _ = session(tmp_path / "a.journal", question(space=space, rate=rate, sim_trials=1, trials=1))
+    assert found.settings()["balanced"].knobs.token_budget == 512
+
+
 @pytest.mark.slow
 def test_a_setting_that_cannot_be_simulated_is_said_and_is_no_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -272,6 +272,11 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         repeats = repeat_noise(
             [((run.setting, run.score.seed), objective.value(run.score)) for run in self._validated()]
         )
+        if by_goodput:
+            shown = repeats
+        else:  # an objective of shares of E2E: people know the E2E
+            means = [((r.setting, r.score.seed), r.score.e2e_mean_ms or 0.0) for r in self._validated()]
+            shown = repeat_noise(means)
         each = len(mine)
         counted = count_noise(sum(p.met for p in mine.values()) // each, sum(p.offered for p in mine.values()) // each)
         found.noise = max(repeats or 0.0, counted) if by_goodput else repeats or 0.0
@@ -286,8 +291,8 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         found.confidence = confidence(
             sure.best,
             objective.regret(lost, most),
-            repeats,
-            found.noise,
+            shown,
+            found.noise if by_goodput else shown or 0.0,
             len(posterior.measured),
             unbeaten=sure.unbeaten if len(objective.equals(mine, chosen, found.expected, found.noise)) > 1 else None,
             full=by_goodput and all(p.met == p.offered for p in mine.values()),
