@@ -341,8 +341,7 @@ class Confidence(Part):
         "measured clearly worse is better with 2.5% after all"
     )
     regret: Amount = Field(
-        description="goodput it is expected to fall short of the best of them, as a share; where mean E2E is the objective, by how "
-        "much that is longer"
+        description="goodput it is expected to fall short of the best of them, as a share; of mean E2E, by how much it is longer"
     )
     sentence: str = Field(description="the same in words")
 

@@ -105,6 +105,7 @@ def test_pins_bind_the_local_search(tmp_path: Path) -> None:
     assert best >= max(at_either_speed(found, knobs) for knobs in inside) - 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [None, 35.0])
 def test_few_trials_are_of_settings_that_may_be_chosen(tmp_path: Path, rate: float | None) -> None:
     """The defaults of other engines, which pins exclude, come first otherwise."""
