@@ -317,7 +317,11 @@ def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_items")
-def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile_says_how_sure_it_is() -> None:
+def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile_says_how_sure_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autotune.profiling.batcher_space._CALIBRATED_TO", 4)
+
     class Misjudged(Tireless):
         """The simulation's favourite takes three times as long as calibrated."""
 
@@ -328,8 +332,7 @@ def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile
             cost = self.cost.at_speed(0.3) if setting == free else self.cost
             return Measurement(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
 
-    requested = question(SLO(e2e_ms=100), 100.0, 10.0, most=4)
-    free = requested.space.as_it_comes
+    requested, free = question(SLO(e2e_ms=100), 100.0, 10.0), AS_IT_COMES
     target = Misjudged(Ticking(0.020, 0.002))
     found = CallableSession(target, requested, new_study(), Silent(), host=VirtualClock()).run()
     tried = [setting for what, setting in target.tried if what == "validation"]
@@ -405,7 +408,13 @@ def test_from_a_function_to_a_batcher_with_its_profile(folder: Path, capsys: pyt
     assert made.points[0].source == "measured" and made.points[0].offered > 5
     assert {p.source for p in made.points} == {"measured", "simulated"}
     assert made.service.groups[0].ms >= 2.2 and made.service.largest > 1
-    for word in ("recommended", "Batcher(fn, slo=…)", "no batching", "attainment", "profile  embed.yaml"):
+    for word in (
+        "recommended",
+        "Batcher(fn, slo=…, max_batch_size=16)",
+        "no batching",
+        "attainment",
+        "profile  embed.yaml",
+    ):
         assert word in told.out
 
     from profiled_here import embed  # type: ignore[import-not-found]
