@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from autotune.control.controllers.protocol import Controller
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
@@ -44,7 +46,7 @@ def rates_of(controller: Controller) -> RateSource | None:
     return None
 
 
-class ReportsRates:
+class ReportsRates(ABC):
     """Passes on what the controller predicts of prefill (``_rates``; None: nothing) to the engine's admission policy, while
     steps go by its budgets."""
 
@@ -52,9 +54,9 @@ class ReportsRates:
     _ended: bool
 
     @property
+    @abstractmethod
     def _gives_budgets(self) -> bool:
         """Whether steps go by its budgets. What it predicted of them says nothing of steps that do not."""
-        raise NotImplementedError
 
     @property
     def prefill_rate(self) -> float:

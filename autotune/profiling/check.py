@@ -246,8 +246,7 @@ def check_calls(
     others = taken()
     regions = []
     for size in sizes:
-        error = _error_at(profile, size)
-        found = _region(str(size), rounds, lambda kinds, error=error: error, threshold)  # type: ignore[misc]  # a default
+        found = _region(str(size), rounds, _always(_error_at(profile, size)), threshold)
         crowded = others > CROWDED and 1 + found.difference < _EXCUSED
         noun = f"of {size} item{'s' * (size > 1)}"
         regions.append(replace(found, region="calls", noun=noun, crowded=crowded))
@@ -327,6 +326,11 @@ def _region(
         model=error(kinds),
         threshold=threshold,
     )
+
+
+def _always(error: float) -> Callable[[int], float]:
+    """``error``, of however many kinds."""
+    return lambda kinds: error
 
 
 def _uncertain(medians: Sequence[float]) -> float:
