@@ -10,7 +10,8 @@ vLLM's CPU build serves a model of random weights (57M parameters). What a user 
 
 Nothing that was measured after the profile was made is used to predict. An error of a load is the median over its rounds of
 simulated ÷ real − 1; JSON has the largest, by size, over the loads: ``tpot_p50``, ``throughput``, ``ttft_p50``, null where no
-round counted or an error is infinite; ``rounds``: how many rounds counted at each share; ``stopped``: whether Ctrl-C ended it
+round counted or an error is infinite; ``shares``: of each share the median, the least and the greatest of its rounds;
+``rounds``: how many of these counted; ``stopped``: whether Ctrl-C ended it
 early, with exit code 130; and ``check``: what its exit code says of the profile.
 
 Two more figures tell where an error comes from, and are not held to anything. ``steps``: the seconds that the profile says for
@@ -218,20 +219,28 @@ def report(errors: dict[float, dict[str, list[float]]]) -> dict[str, Any]:
     names = (*METRICS, STEPS, AS_FAST)
     print(f"\n{'of capacity':>12}" + "".join(f"{name:>26}" for name in names))
     worst = dict.fromkeys(names, math.nan)
+    shares: dict[str, dict[str, list[float | None]]] = {}
     for one, by_metric in errors.items():
         cells = []
+        spread = shares.setdefault(f"{one:g}", {})
         for name, values in by_metric.items():
             if not values:
                 cells.append("–")
                 continue
             middle = statistics.median(values)
             worst[name] = middle if math.isnan(worst[name]) else max(worst[name], middle, key=abs)
+            spread[_key(name)] = [number(value) for value in (middle, min(values), max(values))]
             cells.append(f"{middle:+.1%} [{min(values):+.1%} {max(values):+.1%}]")
         print(f"{one:>12.0%}" + "".join(f"{cell:>26}" for cell in cells))
     rounds = {f"{one:g}": len(by_metric[STEPS]) for one, by_metric in errors.items()}
     if unserved := [share for share, count in rounds.items() if not count]:
         print(f"no round counted at {', '.join(unserved)} of capacity")
-    return {name.lower().replace(" ", "_"): number(value) for name, value in worst.items()} | {"rounds": rounds}
+    return {_key(name): number(value) for name, value in worst.items()} | {"shares": shares, "rounds": rounds}
+
+
+def _key(name: str) -> str:
+    """For JSON."""
+    return name.lower().replace(" ", "_")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ The CPU time that the model takes (forward, logits, sampling) is left out of eac
 The last line is JSON; ``host_overhead`` is what *scheduler* takes more, ÷ what stock takes, the largest over the numbers of
 sequences; of *engine* where no controller is attached to the scheduler. Both times hold what vLLM's model runner takes to prepare
 inputs: it is the same code in all three, runs none of ours, and may vary by more from turn to turn than ours takes.
-``host_overhead_beside_runner`` is what is more beside it, ÷ the same.
+``host_overhead_beside_runner`` is what is more beside it, ÷ the same. ``intervals``: of either the 95% interval, by a bootstrap
+over rounds.
 
 Run ``python -m benchmarks.vllm.overhead`` by a Python that has vLLM; some four minutes.
 """
@@ -29,7 +30,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.command import command, exit_code, say
+from benchmarks.live.ratios import DRAWS
 from benchmarks.vllm.starting import apart, ready, start, start_stock
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -43,8 +47,8 @@ _SKIP = 5  # steps at either end of a run
 
 class Host(NamedTuple):
     """Of so many sequences: medians over rounds, seconds of CPU a step without the model; ``…runner``: of that, what vLLM's model
-    runner takes to prepare its inputs. ``scheduler``: None where no controller was attached. ``low``, ``high``: of the share that
-    is more beside the runner, over rounds."""
+    runner takes to prepare its inputs. ``scheduler``: None where no controller was attached. ``rounds``: of each the share that
+    is more, and the one beside the runner."""
 
     sequences: int
     stock: float
@@ -53,8 +57,7 @@ class Host(NamedTuple):
     scheduler_runner: float
     engine: float
     engine_runner: float
-    low: float
-    high: float
+    rounds: list[list[float]]
 
     def share(self, seconds: float) -> float:
         """What is more than stock, in units of it."""
@@ -83,7 +86,15 @@ class Host(NamedTuple):
                     f"{name} {1e6 * (seconds - self.stock):+.0f} µs: {self.share(seconds):.3f} "
                     f"(beside the runner {1e6 * beside:+.0f} µs: {beside / self.stock:.3f})"
                 )
-        return ", ".join(parts) + f"; beside the runner {self.low:.3f} to {self.high:.3f} in single rounds"
+        singly = [share for _, share in self.rounds]
+        return ", ".join(parts) + f"; beside the runner {min(singly):.3f} to {max(singly):.3f} in single rounds"
+
+    def interval(self, which: int) -> list[float]:
+        """95% of the median over rounds: of the share (0), or of the one beside the runner (1)."""
+        values = np.array([shares[which] for shares in self.rounds])
+        picked = np.random.default_rng(3).integers(0, len(values), size=(DRAWS, len(values)))
+        low, high = np.percentile(np.median(values[picked], axis=1), [2.5, 97.5])
+        return [round(float(low), 4), round(float(high), 4)]
 
 
 def shape(found: Sequence[Host]) -> dict[str, Any]:
@@ -91,12 +102,16 @@ def shape(found: Sequence[Host]) -> dict[str, Any]:
     attached = all(one.scheduler is not None for one in found)
     whole = [one.scheduler if attached else one.engine for one in found]
     beside = [one.beside_runner[0] if attached else one.beside_runner[1] for one in found]
+    shares = [one.share(seconds) for one, seconds in zip(found, whole, strict=True) if seconds is not None]
+    more = [share for share in beside if share is not None]
     return {
-        "host_overhead": round(
-            max(one.share(seconds) for one, seconds in zip(found, whole, strict=True) if seconds is not None), 4
-        ),
+        "host_overhead": round(max(shares), 4),
         "host_overhead_of": "scheduler" if attached else "engine",
-        "host_overhead_beside_runner": round(max(share for share in beside if share is not None), 4),
+        "host_overhead_beside_runner": round(max(more), 4),
+        "intervals": {
+            "host_overhead": found[shares.index(max(shares))].interval(0),
+            "host_overhead_beside_runner": found[more.index(max(more))].interval(1),
+        },
         "hosts": [one._asdict() for one in found],
     }
 
@@ -231,12 +246,13 @@ def _host(sequences: int, took: Sequence[Sequence[tuple[float, float]]], attache
     (plain, runner), (scheduler, scheduler_runner), (engine, engine_runner) = (
         (statistics.median(t for t, _ in kind), statistics.median(t - without for t, without in kind)) for kind in took
     )
-    more = [
-        (ours - stock) / whole for (whole, stock), (_, ours) in zip(took[0], took[1 if attached else 2], strict=True)
+    rounds = [
+        [(ours - whole) / whole, (without_ours - without) / whole]
+        for (whole, without), (ours, without_ours) in zip(took[0], took[1 if attached else 2], strict=True)
     ]
     return Host(
-        sequences, plain, runner, scheduler if attached else None, scheduler_runner, engine, engine_runner, min(more), max(more)
-    )  # fmt: skip
+        sequences, plain, runner, scheduler if attached else None, scheduler_runner, engine, engine_runner, rounds
+    )
 
 
 @exit_code()

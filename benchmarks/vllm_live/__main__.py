@@ -171,7 +171,7 @@ def _agreement(folder: Path, rounds: int, threads: int, failures: list[str]) -> 
     found = agreement.compared_apart(folder, rounds=rounds, threads=threads)
     say(
         f"beside stock vLLM: {found.served} requests, {found.differing} answered otherwise, {found.lost} lost; at the same knobs "
-        f"{found.speed:.3f} of its speed"
+        f"{found.speed:.3f} of its speed; {found.decisions} decisions by the controller at the end"
     )
     if found.differing or found.lost:
         failures.append(
@@ -273,6 +273,8 @@ def _client(folder: Path, lengths: client.Lengths, plan: Plan, stop: Callable[[]
     found = client.contest(
         folder, lengths, share=1.0, rounds=plan.rounds, seconds=2 * plan.duration, say=say, stop=stop
     )
+    if lost := sum(run.lost for run in (*found.stock, *found.ours)):
+        print(f"vllm bench serve: {lost} REQUESTS WERE LOST: neither completed nor answered with an error")
     if not found.attached:
         print(
             "vllm bench serve: NO CONTROLLER was attached to the server with our scheduler (it wrote no decision): its "
@@ -286,8 +288,11 @@ def _client(folder: Path, lengths: client.Lengths, plan: Plan, stop: Callable[[]
             "controller_attached": found.attached,
             "rate": round(found.rate, 2),
             "slo": str(found.slo),
-            "good": {"stock": [r.good for r in found.stock], "ours": [r.good for r in found.ours]},
             "sent": [r.sent for r in found.stock],
+            **{
+                name: {"stock": [getattr(r, name) for r in found.stock], "ours": [getattr(r, name) for r in found.ours]}
+                for name in ("good", "completed", "refused", "lost")
+            },
         }
     }
 

@@ -45,12 +45,19 @@ class Lengths(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the client said of one run; ``good``: requests within the SLO."""
+    """What the client said of one run; ``good``: requests within the SLO; ``refused``: those answered with an error, as are all
+    that admission rejects."""
 
     sent: int
     completed: int
+    refused: int
     good: int
     said: dict[str, Any]
+
+    @property
+    def lost(self) -> int:
+        """Requests of which the client heard nothing."""
+        return self.sent - self.completed - self.refused
 
 
 class Found(NamedTuple):
@@ -211,7 +218,7 @@ def send(
         raise RuntimeError(f"vllm bench serve failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     said = json.loads(result.read_text())
     good = round((said.get("request_goodput") or 0.0) * said["duration"])
-    return Run(count, said["completed"], good, said)
+    return Run(count, said["completed"], said.get("failed", 0), good, said)
 
 
 def _environment(**more: str) -> dict[str, str]:

@@ -25,7 +25,8 @@ each round of the truth, in units of what they were then; where these differ muc
 searched for, and the run is no measure (``drifted``).
 
 The last line is JSON: ``regret`` (mean over seeds), ``time_share_of_grid``, ``vs_auto_tune`` and ``vs_tpe``: our true goodput
-over theirs, geometric means over seeds.
+over theirs, geometric means over seeds; ``intervals``: of these three 95% by a bootstrap over the rounds of the truth, null of
+a single round.
 
 Run it by a Python that has vLLM: ``python -m benchmarks.vllm_sweep`` (about 80 minutes; ``--quick``: fifteen).
 """
@@ -45,6 +46,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted, recorded
 from autotune.profiling.findings import Question
@@ -57,6 +60,7 @@ from benchmarks.command import command, exit_code, say, seconds, share
 from benchmarks.live import loads
 from benchmarks.live.learning import calibrate, served, speed_in
 from benchmarks.live.machine import Machine
+from benchmarks.live.ratios import DRAWS
 from benchmarks.sweep.cases import Grid
 from benchmarks.sweep.rivals import Choice, auto_tune, exhaustive, load_seed, tpe
 from benchmarks.vllm.machine import live
@@ -277,19 +281,42 @@ def summary(results: Sequence[Result], rounds: Rounds, grid_s: float) -> dict[st
     """The JSON line."""
     shares = means(rounds)
     mine = [r for r in results if r.contender == OURS]
-    rivals = list(dict.fromkeys(r.contender for r in results if r.contender != OURS))
+    rivals = [name for name in dict.fromkeys(r.contender for r in results) if name != OURS]
+    compared = _compared(results, rivals, shares)
     return {
-        "regret": round(statistics.fmean(regret(r, shares) for r in mine), 4),
+        "regret": round(compared.pop("regret"), 4),
         "regret_held_out": round(statistics.fmean(held_out(r, rounds) for r in mine), 4)
         if len(rounds[DEFAULTS]) > 1
         else None,
         "time_share_of_grid": round(statistics.fmean(r.choice.spent_s for r in mine) / grid_s, 4),
-        **{
-            f"vs_{name.replace(', ', '_').replace(' ', '_')}": round(ratio(results, shares, name), 3) for name in rivals
-        },
+        **{name: round(value, 3) for name, value in compared.items()},
+        "intervals": _intervals(results, rivals, rounds),
         "grid_s": round(grid_s, 1),
         "defaults_share": round(shares[DEFAULTS] / max(shares.values()), 4) if max(shares.values()) else None,
     }
+
+
+def _compared(results: Sequence[Result], rivals: Sequence[str], shares: dict[Knobs, float]) -> dict[str, float]:
+    mine = [r for r in results if r.contender == OURS]
+    found = {f"vs_{name.replace(', ', '_').replace(' ', '_')}": ratio(results, shares, name) for name in rivals}
+    return {"regret": statistics.fmean(regret(r, shares) for r in mine), **found}
+
+
+def _intervals(
+    results: Sequence[Result], rivals: Sequence[str], rounds: Rounds
+) -> dict[str, tuple[float, float]] | None:
+    """95% percentile intervals of :func:`_compared`: rounds are drawn with replacement, the same of every setting."""
+    count = len(rounds[DEFAULTS])
+    if count < 2:
+        return None
+    tables = {knobs: np.array(values) for knobs, values in rounds.items()}
+    found: dict[str, list[float]] = {}
+    for picked in np.random.default_rng(11).integers(0, count, size=(DRAWS, count)):
+        shares = {knobs: float(table[picked].mean()) for knobs, table in tables.items()}
+        for name, value in _compared(results, rivals, shares).items():
+            found.setdefault(name, []).append(value)
+    ends = {name: np.percentile(values, [2.5, 97.5]) for name, values in found.items()}
+    return {name: (round(float(low), 4), round(float(high), 4)) for name, (low, high) in ends.items()}
 
 
 def report(results: Sequence[Result], rounds: Rounds, grid_s: float) -> None:

@@ -34,6 +34,7 @@ def test_live_contest_and_agreement() -> None:
         "--part", "agreement", "--part", "contest",
     )  # fmt: skip
     assert found["agreement"]["differing"] == found["agreement"]["lost"] == 0 < found["agreement"]["served"]
+    assert found["agreement"]["decisions"], "the last of them under a controller"
     assert found["failed_turns"] == 0
     assert found["cases"]["light"]["ours"]["offered"] == found["cases"]["light"]["best static"]["offered"] > 0
 

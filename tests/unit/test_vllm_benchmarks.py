@@ -69,7 +69,10 @@ def test_fidelity_tells_a_machine_of_another_speed_from_a_simulator_that_is_wron
         assert errors["steps"] == pytest.approx([0.06, 0.06], abs=1e-6)
         assert min(errors["TPOT p50"]) >= 0.06, "longer steps hold more sequences"
         assert errors["TPOT p50 as fast"] == pytest.approx([0, 0], abs=1e-6)
-    assert vllm_fidelity.report(found)["rounds"] == {"0.5": 2, "0.7": 2}
+    shape = vllm_fidelity.report(found)
+    assert shape["rounds"] == {"0.5": 2, "0.7": 2}
+    middle, low, high = shape["shares"]["0.7"]["tpot_p50"]
+    assert low < middle < high and shape["tpot_p50"] in (middle, shape["shares"]["0.5"]["tpot_p50"][0])
     assert "TPOT p50 as fast" in capsys.readouterr().out
 
 
@@ -81,7 +84,7 @@ def test_fidelity_that_is_stopped_claims_no_error_where_nothing_was_compared(
     with scenario.start(profile.settings["balanced"].knobs) as engine:
         found = vllm_fidelity.compared(engine, profile, scenario, 30.0, (0.5, 0.9), 2, 8.0, lambda: True)
     shape = vllm_fidelity.report(found)
-    assert shape.pop("rounds") == {"0.5": 0, "0.9": 0}
+    assert shape.pop("rounds") == {"0.5": 0, "0.9": 0} and shape.pop("shares") == {"0.5": {}, "0.9": {}}
     assert shape == dict.fromkeys(("tpot_p50", "throughput", "ttft_p50", "steps", "tpot_p50_as_fast"))
     assert "no round counted at 0.5, 0.9 of capacity" in capsys.readouterr().out
     names = ("TPOT p50", "throughput", "TTFT p50", "steps", "TPOT p50 as fast")
@@ -217,15 +220,16 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
 
 
 def test_the_client_counts_rounds() -> None:
-    runs = [Run(100, 100, good, {}) for good in (40, 50)], [Run(100, 80, good, {}) for good in (60, 75)]
+    runs = [Run(100, 100, 0, good, {}) for good in (40, 50)], [Run(100, 80, 19, good, {}) for good in (60, 75)]
     found = Found(SLO(ttft_ms=800), 5.0, *runs, attached=True)
     assert found.ratio.value == pytest.approx(1.5) and found.ratio.low == pytest.approx(1.5)
+    assert [run.lost for run in (*found.stock, *found.ours)] == [0, 0, 1, 1]
     assert math.isnan(Found(SLO(ttft_ms=800), 5.0, [], [], attached=False).ratio.value)
 
 
 def test_rounds_in_which_stock_has_nothing_in_time_are_infinitely_better_and_not_left_out() -> None:
     def found(stock: tuple[int, ...], ours: tuple[int, ...]) -> Found:
-        runs = ([Run(100, 100, good, {}) for good in each] for each in (stock, ours))
+        runs = ([Run(100, 100, 0, good, {}) for good in each] for each in (stock, ours))
         return Found(SLO(ttft_ms=800), 5.0, *runs, attached=True)
 
     value, low, high = found((0, 50), (60, 75)).ratio
@@ -253,7 +257,7 @@ class Bench:
             self.failed = True
             raise RuntimeError("vllm bench serve failed:")
         times = {"median_itl_ms": 10.0, "p99_tpot_ms": 12.0, "median_ttft_ms": 30.0}
-        return Run(count, count, count // 2, {**times, "completed": count, "duration": 8.0})
+        return Run(count, count, 0, count // 2, {**times, "completed": count, "duration": 8.0})
 
     def contest(self, stop: Any) -> Found:
         silent: Any = lambda text: None  # noqa: E731
@@ -294,7 +298,7 @@ class TestParts:
             args[6].append(Lengths(60, 20))
             return {"failed_turns": 0}
 
-        agreed = Agreement(48, 0, 0, 1.0)
+        agreed = Agreement(48, 0, 0, 1.0, 7)
         monkeypatch.setattr(live_command, "prepared", lambda args: SMALL)
         monkeypatch.setattr(live_command, "model_folder", lambda folder, preset: folder)
         monkeypatch.setattr(live_command, "live", lambda folder, preset: nullcontext(machine))
@@ -370,10 +374,12 @@ def test_host_overhead_is_the_larger_and_says_of_what() -> None:
     many = [stock, [(2.3e-3, 1.2e-3), (2.5e-3, 1.3e-3), (2.1e-3, 1.26e-3)], [(2.4e-3, 1.4e-3)] * 3]
     hosts = [overhead._host(16, few, True), overhead._host(64, many, True)]
     assert hosts[0].beside_runner == (pytest.approx(0.1), pytest.approx(0.3))
-    assert (hosts[1].low, hosts[1].high) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert [share for _, share in hosts[1].rounds] == pytest.approx([0.1, 1 / 7, 0.2])
     shape = overhead.shape(hosts)
     assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.2, "scheduler")
     assert shape["host_overhead_beside_runner"] == 0.1, "the runner took longer by chance"
+    assert shape["intervals"]["host_overhead"] == [0.2, 0.2], "of the number of sequences whose share it is"
+    assert hosts[1].interval(1) == [0.1, 0.2]
     assert "scheduler +200 µs: 0.200 (beside the runner +100 µs: 0.100)" in hosts[0].said()
     assert "beside the runner 0.100 to 0.200 in single rounds" in hosts[1].said()
     bare = [overhead._host(16, few, False), overhead._host(64, many, False)]
@@ -437,10 +443,13 @@ def test_the_best_by_luck_is_no_measure_of_regret() -> None:
     lucky = {ours: [8.0, 8.0, 8.0, 8.0], other: [18.0, 7.0, 4.0, 7.0], DEFAULTS: [1.0, 1.0, 1.0, 1.0]}
     mine = Result(SEARCHED, 1, Choice(ours, 100.0, 8, 8))
     assert regret(mine, means(lucky)) == pytest.approx(1 / 9)
+    low, high = sweep_command.summary([mine], lucky, 1000.0)["intervals"]["regret"]
+    assert low == 0.0 and 0.3 < high < 1 - 8 / 18
     assert held_out(mine, lucky) == pytest.approx(1 - 32 / (8 + 7 + 4 + 7))
     better = {**lucky, other: [10.0, 10.0, 10.0, 10.0]}
     assert held_out(mine, better) == pytest.approx(regret(mine, means(better))) == pytest.approx(0.2)
     assert sweep_command.summary([mine], {k: v[:1] for k, v in lucky.items()}, 1000.0)["regret_held_out"] is None
+    assert sweep_command.summary([mine], {k: v[:1] for k, v in lucky.items()}, 1000.0)["intervals"] is None
 
 
 def test_restarts_are_counted_and_not_waited_for(machine: Machine) -> None:
