@@ -17,7 +17,8 @@ from benchmarks.live.serving import Contest
 
 class Compared(NamedTuple):
     """One case: who was the best fixed setting, and ours over it and over the defaults. ``admitted``: the best fixed setting with
-    order and early rejection, if any took part; ``layers``: everybody's goodput over that one's, by name."""
+    order and early rejection, if any took part; ``layers``: everybody's goodput over that one's, by name. ``others``: goodput
+    over that of the defaults, of who took part beside ours, by name."""
 
     case: Case
     comparison: PairedComparison
@@ -26,6 +27,7 @@ class Compared(NamedTuple):
     against_defaults: Ratio
     admitted: Contender | None = None
     layers: Mapping[str, Ratio] = MappingProxyType({})
+    others: Mapping[str, Ratio] = MappingProxyType({})
 
 
 def compared(
@@ -47,7 +49,8 @@ def compared(
         against_best, against_vllm = (
             ratio(results, ours, other, duration, seed=2 * index + at) for at, other in enumerate((best, vllm))
         )
-        made = Compared(case, PairedComparison(results, duration), best, against_best, against_vllm)
+        beside = {c.name: ratio(results, c, vllm, duration, seed=2000 + 50 * index + at) for at, c in enumerate(others)}
+        made = Compared(case, PairedComparison(results, duration), best, against_best, against_vllm, others=beside)
         if with_admission:
             baseline = with_admission[0]
             layers = {
@@ -69,6 +72,7 @@ def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict
 
     ``steady_vs_best_static``, ``shift_vs_best_static``: geometric means over the steady loads, and over those that shift, of our
     goodput ÷ that of the best fixed setting of each. ``vs_defaults``: of our goodput ÷ that of vLLM's defaults, over all.
+    ``others_vs_defaults``: of everybody else's, its mean and the least of any load.
     """
     figures = {
         "steady_vs_best_static": geometric_mean([c.against_best for c in found if not c.case.shifts]),
@@ -79,6 +83,11 @@ def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict
     shape |= {f"{name}_interval": interval(estimate) for name, estimate in figures.items()}
     if any(c.layers for c in found):
         shape |= attribution(found, ours)
+    shape["others_vs_defaults"] = {
+        name: {"mean": number(geometric_mean([c.others[name] for c in found]).value)}
+        | {"min": number(min(c.others[name].value for c in found))}
+        for name in (found[0].others if found else ())
+    }
     shape["cases"] = {c.case.name: _of_case(c, ours, vllm) for c in found}
     return shape
 
@@ -108,6 +117,9 @@ def _of_case(c: Compared, ours: Contender, vllm: Contender) -> dict[str, Any]:
         "rate": round(c.case.workload.rate, 2),
         "best_static": c.best.name,
     }
+    ratios = {**c.layers} | {f"{name} ÷ defaults": found for name, found in c.others.items()}
+    shape["ratios"] = {name: [number(e.value), *interval(e)] for name, r in ratios.items() for e in [r.estimate()]}
+    shape["best_static_with_admission"] = c.admitted.name if c.admitted is not None else None
     for name, contender in (("control", ours), ("defaults", vllm), ("best", c.best)):
         found = c.comparison.summary(contender)
         shape[name] = {
@@ -132,6 +144,7 @@ def report(found: Sequence[Compared], vllm: Contender, say: Callable[[str], None
         say(
             f"goodput ÷ that of {c.best.name}, the best fixed setting: {words(c.against_best.estimate())}; "
             f"÷ that of the defaults: {words(c.against_defaults.estimate())}"
+            + "".join(f"; {name} ÷ that of the defaults: {words(r.estimate())}" for name, r in c.others.items())
         )
     compared = [c for c in found if c.layers]
     if compared:

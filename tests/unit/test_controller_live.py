@@ -253,6 +253,9 @@ def test_layers_are_compared_with_the_best_fixed_setting_that_has_the_same_admis
     shape = summary([found], control, vllm)
     assert shape["full_vs_best_static_with_admission_min"] == pytest.approx(met["control"] / baseline, abs=1e-4)
     assert set(shape["layers"]) == set(found.layers)
+    over = {name: met[name] / met[vllm.name] for name in names}
+    assert {name: one["min"] for name, one in shape["others_vs_defaults"].items()} == pytest.approx(over, abs=1e-4)
+    assert shape["cases"][case]["ratios"]["knobs only ÷ defaults"][0] == pytest.approx(over["knobs only"], abs=1e-4)
     said: list[str] = []
     report([found], vllm, said.append)
     assert any(line.startswith("aimd + early rejection") for line in said)
