@@ -1,5 +1,6 @@
 """A paid HTTP API with a rate limit: fewer, fuller calls, none of them refused.
 
+    pip install '.[examples]'     # for httpx
     python examples/rate_limited_api.py [--items 200]
 
 The API here is a server on this machine that takes lists, counts its calls, and answers 429 beyond ten a second. The

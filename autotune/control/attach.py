@@ -153,6 +153,7 @@ def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
 def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
     from autotune.profile.fingerprint import (
+        gpu_available,
         measured_elsewhere,
         measured_on_another,
         recorded_otherwise,
@@ -166,7 +167,8 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
         have = profile.replicas if about is None else about.workers
         many = "" if have == profile.replicas else f"profile is for {profile.replicas} workers, not {have}"
         simulated = engine.capabilities.virtual_time
-        elsewhere = "" if simulated else measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
+        gpu = profile.machine.kind == "gpu" and gpu_available()
+        elsewhere = "" if simulated else measured_elsewhere(profile.machine, gpu=gpu)
         return "; ".join(text for text in (elsewhere, how, many) if text)
     model = engine.facts.model
     if model is None or not model.device:

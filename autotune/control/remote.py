@@ -56,8 +56,11 @@ _naming = threading.Lock()
 def socket_folder() -> Path:
     """Where this user's sockets lie. Raises :class:`InputError` if others could listen in there or pose as an engine."""
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
-    private = Path(tempfile.gettempdir(), f"autotune-{os.getuid()}")
-    folder = Path(runtime_dir, "autotune") if runtime_dir and os.access(runtime_dir, os.W_OK | os.X_OK) else private
+    try:
+        usable = runtime_dir and os.access(runtime_dir, os.W_OK | os.X_OK)
+        folder = Path(runtime_dir, "autotune") if usable else Path(tempfile.gettempdir(), f"autotune-{os.getuid()}")
+    except OSError as error:
+        raise InputError(f"steer: there is no folder for a socket: {error.strerror}") from None
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

@@ -104,11 +104,28 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 }
 if find_spec("vllm") is not None:
     from tests.vllm_fakes import vllm_engine
+    from tests.vllm_outside import attached, in_scheduler
 
     def _vllm(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
         return vllm_engine(limits, knobs, slo=PATIENT, fail_on=FAULTY, classes=classes)
 
-    ENGINES["vllm"] = _vllm
+    def _vllm_scheduler(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
+        return in_scheduler(limits, knobs, slo=PATIENT, fail_on=FAULTY, classes=classes)
+
+    def _vllm_attached(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
+        return attached(limits, knobs, slo=PATIENT, fail_on=FAULTY, classes=classes)
+
+    ENGINES |= {"vllm": _vllm, "vllm scheduler": _vllm_scheduler, "vllm attached": _vllm_attached}
+
+
+NOT_ITS_OWN: dict[str, dict[str, str]] = {
+    "vllm scheduler": {"cause": "a step that fails passes vLLM's scheduler by: whoever runs vLLM has the error"},
+    "vllm attached": {
+        "cause": "a step that fails passes vLLM's scheduler by: whoever runs vLLM has the error",
+        "weights": "whoever has made the engine has told it of no request classes, and control() of none but by an SLO",
+    },
+}
+"""What no capability says and an engine cannot keep, for others hold it; with each the reason. All else holds for all."""
 
 
 class World:
@@ -116,7 +133,7 @@ class World:
 
     def __init__(self, engine: Engine, kind: str = "own") -> None:
         self.engine, self.kind, self.heard = engine, kind, Records()
-        self.can = engine.capabilities
+        self.can, self.lacks = engine.capabilities, NOT_ITS_OWN.get(kind, {})
         self._pause = waiting(engine)
         self._sent = 0
         self._handles: list[Any] = []  # a handle that nobody has ends its request
@@ -381,9 +398,10 @@ def test_an_admission_policy_is_in_force_or_refused(world: World) -> None:
         assert engine.admission is None
         return
     engine.set_admission(policy)
-    world.until(lambda: engine.admission == policy)
     assert all(r.completed for r in world.serve(5, 6)), "with patience enough for all"
+    world.until(lambda: engine.admission == policy)
     engine.set_admission(None)
+    world.serve(5)
     world.until(lambda: engine.admission is None)
 
 
@@ -399,7 +417,7 @@ def test_weights_are_those_of_its_request_classes(world: World, tmp_path: Path) 
     assert dict(world.engine.weights) == {}
     classes = [RequestClass("chat", PATIENT), RequestClass("bulk", PATIENT, 0.25)]
     engine = ENGINES[world.kind](LIMITS, START, classes)
-    weighs = engine.facts.callable is None
+    weighs = engine.facts.callable is None and "weights" not in world.lacks
     other, log = World(engine, world.kind), tmp_path / "log.jsonl"
     try:
         assert dict(engine.weights) == ({"chat": 1.0, "bulk": 0.25} if weighs else {})
@@ -436,6 +454,17 @@ def test_what_is_cancelled_has_one_record_and_the_rest_go_on(world: World) -> No
     for handle in handles:
         handle.cancel()  # of those that have ended: nothing
     assert all(r.completed for r in world.serve(5))
+
+
+def test_who_cancels_all_there_is_is_told_of_all(world: World) -> None:
+    """At once, though nothing is left to make a step for."""
+    handles = [world.submit(20, output=50) for _ in range(4)]
+    for handle in handles:
+        handle.cancel()
+    world.until(lambda: len(world.heard.requests) == 4)
+    ended = {world.heard.of[f"r{i + 1}"].reason for i in range(4)}
+    assert ended <= {FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP}
+    world.until(lambda: not (world.engine.view().running or world.engine.view().waiting))
 
 
 @pytest.mark.parametrize("drain", [True, False])
@@ -481,7 +510,9 @@ def test_a_fault_ends_one_request_or_the_engine(world: World) -> None:
     if not world.can.fault_isolation:
         handles = [world.submit(length) for length in (5, FAULTY, 6)]
         world.until(lambda: len(world.heard.requests) == 3)
-        assert world.heard.of["r2"].reason is FinishReason.ERROR and "of the model" in world.heard.of["r2"].cause
+        faulty = world.heard.of["r2"]
+        assert faulty.reason is FinishReason.ERROR and faulty.cause
+        assert "of the model" in faulty.cause or "cause" in world.lacks
         assert all(handle.done for handle in handles)
         with pytest.raises(RejectedError, match=r"the engine stopped: .*of the model"):
             world.submit(5)

@@ -101,11 +101,12 @@ def test_the_loads_are_of_every_kind(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("version", scheduler_versions())
 def test_it_keeps_the_contract_of_engines(version: str) -> None:
-    """vLLM's own engine around that scheduler, with an executor that computes nothing: no torch operator of vLLM's is called."""
+    """In vLLM's own engine, with an executor that computes nothing: no torch operator of vLLM's is called. Three do: the engine
+    in this process, the part that lives in the scheduler of a server, and what is attached to an engine of somebody else's."""
     words = ("-q", "-p", "no:cacheprovider", "-W", "default", "-k", "vllm", "tests/contract/test_engines.py")
     done = ran(scheduler_python(version), "-m", "pytest", *words)
     said = re.search(r"(\d+) passed", done.stdout)
-    assert said is not None and int(said[1]) > 30, done.stdout[-2000:]
+    assert said is not None and int(said[1]) > 100, done.stdout[-2000:]
 
 
 @pytest.mark.timeout(900)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import time
 import tomllib
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +28,8 @@ import pytest
 from autotune.control.decision_log import Decision, read_decisions
 from autotune.engines.vllm.serving import Options
 from autotune.profile import save_profile
+from autotune.profile.serving import prefill_rate
+from runtime.slo import SLO
 from tests.integration.vllm_environment import ENVIRONMENT, tiny_model, vllm_python_with_tests
 from tests.integration.vllm_server import NO_MODEL, ROOT, SMALL, VllmServer, environment, serving
 from tests.unit.simulated_profile import profiled
@@ -82,6 +88,8 @@ def test_the_page_installs_what_there_is() -> None:
         "autotune",
         "AUTOTUNE_SLO=ttft=500ms,tpot=50ms",
         "curl",
+        "pip",
+        "export",
     }
 
 
@@ -145,14 +153,22 @@ def flood(server: VllmServer, count: int, prompt: str | list[int], **more: Any) 
     def one(number: int) -> int:
         own = f"{number} {prompt}" if isinstance(prompt, str) else [number, *prompt]  # nothing is in the prefix cache
         status, text = server.post("/v1/completions", body(own, 8, **more))
-        if status == 429:
-            assert json.loads(text)["error"]["type"] == "rate_limit_error"
-        else:
-            assert '"abort"' not in text and ("[DONE]" not in text or text.count("data:") > 1), text
+        assert_clear(status, text)
         return status
 
     with ThreadPoolExecutor(count) as pool:
         return Counter(pool.map(one, range(count)))
+
+
+def assert_clear(status: int, text: str) -> None:
+    """An answer with text, or a refusal that says so by its status."""
+    if status == 429:
+        assert json.loads(text)["error"]["type"] == "rate_limit_error"
+    elif status == 503:
+        assert "backlog limit" in json.loads(text)["error"]["message"]
+    else:
+        assert '"abort"' not in text and ("[DONE]" not in text or text.count("data:") > 1), text
+        assert '"error": {' not in text, "of a stream"
 
 
 # -- bad weather ------------------------------------------------------------------------------------------------------------
@@ -257,6 +273,172 @@ def test_several_prompts_and_answers_of_one_request_are_rejected_as_a_whole(tmp_
             30, lambda: re.search(r"vllm:num_requests_running\{[^}]*\} 0\.0", server.get("/metrics")[1]) is not None
         )
         assert server.post("/v1/completions", body([7] * 20, 8))[0] == 200
+
+
+def test_what_autotune_serve_starts_from_a_profile_refuses_a_flood_by_status(tmp_path: Path) -> None:
+    """Its scheduler with 429, and vLLM's API server by the profile's prefill rate with 503; the others are answered."""
+    slo = SLO(ttft_ms=1000, tpot_ms=1000)
+    known = profiled(slo=slo)
+    model = known.model.model_copy(update={"name": "./my-model"})
+    save_profile(known.model_copy(update={"model": model}), tmp_path / "p.yaml")
+    tiny_model(tmp_path / "my-model")
+    words = "--profile p.yaml --anyway --reject-late --decisions run.jsonl --port PORT --max-model-len 2048"
+    own = (
+        NO_MODEL.partition(" --max-num-seqs")[0]
+        + " --distributed-executor-backend"
+        + NO_MODEL.rpartition("-backend")[2]
+    )
+    command = f"autotune serve ./my-model --engine vllm {words} -- {own}"
+    with serving(tmp_path, command, TEST_STEP_S="0.1") as server:
+        (line,) = (line for line in server.output.splitlines() if " vllm serve ./my-model" in line)
+        rate = prefill_rate(known)
+        assert rate is not None and f"--max-num-queued-tokens {math.ceil(rate)} " in line
+        assert f"AUTOTUNE_SLO={slo}" in line and "AUTOTUNE_REJECT_LATE=1" in line
+        found: Counter[int] = Counter()
+        for stream in (False, True):
+            assert within(20, lambda: flood(server, 1, [7] * 50)[200] == 1), "it has done with what it took"
+            answers = flood(server, 150, [5] * 1500, stream=stream)
+            assert set(answers) <= {200, 429, 503} and answers.total() == 150 and answers[503], answers
+            found += answers
+        assert set(found) == {200, 429, 503}, found
+        assert within(20, lambda: flood(server, 1, [7] * 50)[200] == 1)
+        assert server.stop() in (0, -signal.SIGTERM)
+    assert decisions(tmp_path / "run.jsonl")[-1].action == "detach"
+
+
+def test_it_goes_by_additional_config_alone(tmp_path: Path) -> None:
+    section = {"slo": "ttft=200ms,tpot=500ms", "reject_late": True, "log": "run.jsonl", "pinned": {"max_batch_size": 7}}
+    words = f"--additional-config {shlex.quote(json.dumps({'autotune': section}))}"
+    with serving(tmp_path, fake(tmp_path, words), TEST_STEP_S="0.02") as server:
+        assert "self-tuning: SLO ttft=200ms,tpot=500ms@99%, max_batch_size=7 " in server.output, server.output[-3000:]
+        answers = flood(server, 60, [5] * 400)
+        assert set(answers) == {200, 429}, answers
+    assert decisions(tmp_path / "run.jsonl")[0].action == "attach"
+
+
+def test_of_a_rejected_request_nothing_goes_on(tmp_path: Path) -> None:
+    """Whatever id its client gave it: the answer comes at once, and its other prompts are ended."""
+    with serving(tmp_path, fake(tmp_path), **SET | {"TEST_STEP_S": "0.1"}, AUTOTUNE_REJECT_LATE="1") as server:
+        assert server.post("/v1/completions", body([7] * 400, 8))[0] == 200
+        number = iter(range(3, 200))
+        assert within(20, lambda: server.post("/v1/completions", body([next(number)] + [5] * 1499, 8))[0] == 429)
+        prompts = [[next(number)] * 10, [next(number)] * 10, [next(number)] + [5] * 1499]
+        asked = {"model": "./my-model", "prompt": prompts, "max_tokens": 500, "ignore_eos": True}
+        headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+        begun = time.monotonic()
+        request = urllib.request.Request(server.url + "/v1/completions", json.dumps(asked).encode(), headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=120).close()
+        assert refused.value.code == 429 and time.monotonic() - begun < 20, "500 steps take 50 s"
+        running = re.compile(r"vllm:num_requests_running\{[^}]*\} 0\.0")
+        assert within(15, lambda: running.search(server.get("/metrics")[1]) is not None)
+
+
+def test_answers_in_the_background_are_computed_late_and_not_rejected(tmp_path: Path) -> None:
+    fake(tmp_path)
+    (tmp_path / "chat.jinja").write_text("{% for one in messages %}{{ one['content'] }}{% endfor %}")
+    more = SET | {"AUTOTUNE_REJECT_LATE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    with serving(tmp_path, fake(tmp_path, "--chat-template chat.jinja"), **more) as server:
+        assert server.post("/v1/completions", body([5] * 400, 8))[0] == 200
+
+        def ask(number: int) -> str:
+            asks = {
+                "model": "./my-model",
+                "input": f"{number} " + "x" * 400,
+                "max_output_tokens": 8,
+                "background": True,
+            }
+            status, text = server.post("/v1/responses", json.dumps(asks).encode())
+            assert status == 200, text
+            return str(json.loads(text)["id"])
+
+        def texts() -> list[str]:
+            """Of those that are computed."""
+            found = [json.loads(server.get(f"/v1/responses/{name}")[1]) for name in names]
+            over = [one for one in found if one["status"] not in ("queued", "in_progress")]
+            return ["".join(part["text"] for part in one["output"][0]["content"]) for one in over]
+
+        with ThreadPoolExecutor(60) as pool:
+            names = list(pool.map(ask, range(60)))
+        assert within(60, lambda: len(texts()) == 60) and all(texts())
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+ENDPOINTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda text: {"messages": chat(text), "max_tokens": 8},
+    "/v1/chat/completions/batch": lambda text: {"messages": [chat(text), chat(f"2 {text}")], "max_tokens": 8},
+    "/v1/responses": lambda text: {"input": text, "max_output_tokens": 8},
+    "/v1/messages": lambda text: {"messages": chat(text), "max_tokens": 8},
+    "/inference/v1/generate": lambda text: {
+        "token_ids": [*text.encode()],
+        "sampling_params": {"max_tokens": 8, "ignore_eos": True},
+    },
+    "/invocations": lambda text: {"prompt": text, "max_tokens": 8},
+}
+
+
+def asked(server: VllmServer, path: str, count: int, **more: Any) -> Counter[int]:
+    """Statuses of so many requests to the endpoint ``path`` at once, every second one streamed where it can be."""
+
+    def one(number: int) -> int:
+        streams = {"stream": True} if number % 2 and not path.endswith("/batch") else {}
+        asks = {"model": "./my-model", **ENDPOINTS[path](f"{number} " + "x" * 400), **streams, **more}
+        status, text = server.post(path, json.dumps(asks).encode())
+        assert_clear(status, text)
+        if status in (429, 503) and path == "/v1/messages":
+            assert json.loads(text)["type"] == "error", "as its clients know it"
+        return status
+
+    with ThreadPoolExecutor(count) as pool:
+        return Counter(pool.map(one, range(count)))
+
+
+def test_each_endpoint_that_generates_rejects_by_status(tmp_path: Path) -> None:
+    fake(tmp_path)
+    (tmp_path / "chat.jinja").write_text("{% for one in messages %}{{ one['content'] }}{% endfor %}")
+    words = "--chat-template chat.jinja --enable-scale-out"
+    with serving(tmp_path, fake(tmp_path, words), **SET, AUTOTUNE_REJECT_LATE="1") as server:
+        for path in ENDPOINTS:
+            assert within(20, lambda path=path: asked(server, path, 1)[200] == 1), path
+            answers = asked(server, path, 60)
+            assert set(answers) <= {200, 429} and answers[429], (path, answers)
+        assert "Traceback" not in server.output
+    words += " --max-num-queued-tokens 1000"
+    with serving(tmp_path, fake(tmp_path, words), **SET | {"AUTOTUNE_SLO": "ttft=60s", "TEST_STEP_S": "0.1"}) as server:
+        for path in ENDPOINTS:
+            assert within(20, lambda path=path: asked(server, path, 1)[200] == 1), path
+            answers = asked(server, path, 30)
+            assert set(answers) == {200, 503}, (path, answers)
+
+
+def test_a_listener_that_raises_is_cut_off(tmp_path: Path) -> None:
+    """And nothing else changes."""
+    command = fake(tmp_path).replace("autotune.engines.vllm.Scheduler", "tests.integration.vllm_listener.Scheduler")
+    with serving(tmp_path, command, **SET) as server:
+        assert set(flood(server, 20, [5] * 40)) == {200}
+        assert server.output.count(" raised and will hear no more\n") == 1, server.output[-3000:]
+        done = subprocess.run(
+            ["autotune", "watch", "--once"], env=environment(tmp_path), capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "ttft=200ms" in done.stdout, done
+        assert server.health() == 200 and set(flood(server, 5, [5] * 40)) == {200}
+    assert not {one.action for one in decisions(tmp_path / "run.jsonl")} & {"kill", "detach"}
+
+
+def test_health_is_503_once_a_step_has_failed(tmp_path: Path) -> None:
+    """By itself vLLM's server ends within milliseconds then; here it is told to stay, as behind a proxy that asks."""
+    more = SET | {"TEST_FAIL_ON": "77", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}
+    with serving(tmp_path, fake(tmp_path), **more) as server:
+        assert server.health() == 200 and server.post("/v1/completions", body([5] * 20, 3))[0] == 200
+        status, text = server.post("/v1/completions", body([5] * 77, 3))
+        assert status == 500 and "EngineCore encountered an issue" in json.loads(text)["error"]["message"]
+        assert [server.health() for _ in range(3)] == [503] * 3
+        assert server.post("/v1/completions", body([5] * 20, 3))[0] in (500, 503)
+        assert server.health() == 503 and server.process.poll() is None
+        assert within(5, lambda: decisions(tmp_path / "run.jsonl")[-1].action == "detach")
 
 
 @pytest.mark.beside

@@ -23,6 +23,7 @@ from autotune.profile.callable import (
     save_callable_profile,
 )
 from autotune.profile.fingerprint import machine, software
+from autotune.profile.parts import GpuInfo
 from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.target import OfferedLoad
@@ -228,7 +229,9 @@ def test_a_live_batcher_starts_from_it(file: Path, own: str | None, given: str |
         assert first.cause == "starting knobs of the profile"
 
 
-def test_a_controller_starts_from_it_and_takes_its_slo(file: Path, made: CallableProfile) -> None:
+def test_a_controller_starts_from_it_and_takes_its_slo(
+    file: Path, made: CallableProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Batcher(list, max_batch_size=7) as batcher, autotune.control(batcher, profile=file, observe_only=True):
         assert batcher.slos["default"] == made.slo
     with (
@@ -240,6 +243,16 @@ def test_a_controller_starts_from_it_and_takes_its_slo(file: Path, made: Callabl
     with (
         Batcher(list, replicas=2) as batcher,
         pytest.warns(UserWarning, match="profile is for 1 workers, not 2"),
+        autotune.control(batcher, profile=file, observe_only=True),
+    ):
+        pass
+    gpu = GpuInfo(name="NVIDIA H200", count=1, memory_gib=139.0, capability="9.0", cuda="13.0")
+    elsewhere = made.machine.model_copy(update={"kind": "gpu", "gpu": gpu})
+    save_callable_profile(made.model_copy(update={"machine": elsewhere}), file)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with (
+        Batcher(list) as batcher,
+        pytest.warns(UserWarning, match="profile was measured on NVIDIA H200, but this run uses the CPU"),
         autotune.control(batcher, profile=file, observe_only=True),
     ):
         pass

@@ -98,6 +98,18 @@ def test_without_a_runtime_directory_it_is_a_private_one_in_the_temporary(
     assert stat.S_IMODE(socket_folder().stat().st_mode) == 0o700
 
 
+def test_without_any_folder_to_write_to_it_says_so(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    assert socket_folder() == short_path / "autotune", "a runtime directory is enough"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    with pytest.raises(InputError, match="steer: there is no folder for a socket: No usable temporary directory"):
+        socket_folder()
+
+
 SERVER = """
 import sys, time
 from autotune import control

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
-from collections.abc import MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -24,6 +25,7 @@ from autotune.engines.vllm.serving import Options
 from autotune.engines.vllm.steering import Steering
 from autotune.engines.vllm.tuning import TunableScheduler
 from autotune.profile import save_profile
+from autotune.profile.serving import prefill_rate
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
@@ -32,6 +34,7 @@ from runtime.llm.slack import SlackTracker
 from runtime.records import SLO_REASON, FinishReason
 from runtime.request import Request, SamplingParams, Sequence
 from tests.unit.profiles import profile
+from tests.unit.simulated_profile import TARGET, profiled
 
 # -- options ----------------------------------------------------------------------------------------------------------------
 
@@ -153,6 +156,45 @@ def test_options_survive_the_environment() -> None:
 )
 def test_no_limit_of_queued_tokens_where_it_would_reject_too_much(options: Options) -> None:
     assert "--max-num-queued-tokens" not in ServeCommand("m", options, prefill_rate=1000.0).arguments()
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        ("--data-parallel-size 4", 500),  # as many API servers, each of which counts what it is asked itself
+        ("-dp 4 --api-server-count 1", 2000),
+        ("--data-parallel-size=4 --api_server_count=2", 1000),
+        ("--data_parallel_size 2 --data-parallel-size 3 -asc 1", 1500),
+        ("--api-server-count 4", 125),
+        ("--api-server-count many", 500),  # of which vLLM will tell
+        ("--api-server-count", 500),
+        ("--api-server-count 0", 500),
+    ],
+)
+def test_the_limit_of_queued_tokens_is_that_of_one_api_server(more: str, tokens: int) -> None:
+    options = Options(slo="ttft=500ms", reject_late=True)
+    made = ServeCommand("m", options, prefill_rate=1000.0, more=more.split()).arguments()
+    assert made[made.index("--max-num-queued-tokens") + 1] == str(tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "rejects", "limited"), [(None, True, True), (None, False, False), ("./another", True, False)]
+)
+def test_a_profile_limits_queued_tokens_of_its_own_model(
+    model: str | None, rejects: bool, limited: bool, ran: Ran, tmp_path: Path
+) -> None:
+    """Steps of another one say nothing of how fast it is."""
+    measured = profiled()
+    save_profile(measured, tmp_path / "p.yaml")
+    words = f"serve --engine vllm --profile {tmp_path / 'p.yaml'} --anyway {model or ''}"
+    with pytest.raises(SystemExit):
+        run([*words.split(), *(["--reject-late"] if rejects else [])])
+    ((_, made, _),) = ran
+    assert ("--max-num-queued-tokens" in made) is limited
+    if limited:
+        rate = prefill_rate(measured)
+        assert rate is not None and TARGET.ttft_ms is not None
+        assert made[made.index("--max-num-queued-tokens") + 1] == str(math.ceil(rate * TARGET.ttft_ms / 1e3))
 
 
 @pytest.mark.parametrize(
@@ -356,112 +398,329 @@ def test_what_vllm_alone_does_not_have_is_refused_without_a_controller(
 # -- the status of a rejection ----------------------------------------------------------------------------------------------
 
 WORDS = f"{REJECTED}0.25 s: its first token would come too late"
-JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"7"), (b"content-length", b"9")]
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+HEADERS = [(b"x-request-id", b"7"), (b"content-length", b"9")]
+WAITS = b": keep-alive\n\n"
+WHOLE = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/messages", "/invocations")
 
 
-def answered(
-    headers: list[tuple[bytes, bytes]], *bodies: bytes, path: str = "/v1/completions", status: int = 200
-) -> Any:
-    """(status, headers, body, when the first message went out) of an app that answers so."""
-    sent: list[tuple[int, MutableMapping[str, Any]]] = []
-    made = 0
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        nonlocal made
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        for number, body in enumerate(bodies, 1):
-            made = number
-            await send({"type": "http.response.body", "body": body, "more_body": number < len(bodies)})
-
-    async def receive() -> Any:
-        raise AssertionError
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append((made, message))
-
-    asyncio.run(RejectionStatus(app)({"type": "http", "path": path}, receive, send))
-    start, *rest = (message for _, message in sent)
-    assert not rest[-1].get("more_body", False), "an answer ends"
-    return start["status"], dict(start["headers"]), b"".join(one["body"] for one in rest), sent[0][0]
+def said(*tokens: int, finish: str | None = None, stop: object = None) -> Any:
+    """What vLLM's engine says of a request."""
+    one = SimpleNamespace(token_ids=list(tokens), finish_reason=finish, stop_reason=stop)
+    return SimpleNamespace(outputs=[one])
 
 
-def whole(*choices: dict[str, Any], tokens: int = 0) -> bytes:
-    text = json.dumps({"choices": list(choices), "usage": {"completion_tokens": tokens}}, separators=(",", ":"))
-    return text.encode()
+REJECTION = said(finish="abort", stop=WORDS)
+LAST = said(6, finish="stop")
 
 
-def event(**fields: Any) -> bytes:
-    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+class FullQueueError(Exception):
+    """As vLLM's own ``MaxQueuedTokensError``."""
+
+    http_status = 503
 
 
-ABORTED = {"index": 0, "finish_reason": "abort", "stop_reason": WORDS}
-ENDED = {"index": 0, "finish_reason": "abort", "stop_reason": None}
-DONE = b"data: [DONE]\n\n"
-ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+class FakeEngine:
+    """Says, for each request in turn, what it was given for it."""
+
+    def __init__(self, *requests: list[Any]) -> None:
+        self._requests = iter(requests)
+        self.open = 0
+        self.given: list[Any] = []
+
+    async def generate(self, prompt: str, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.given.append(sampling_params)
+        self.open += 1
+        try:
+            for one in next(self._requests):
+                await asyncio.sleep(0)
+                if isinstance(one, Exception):
+                    raise one
+                yield one
+        finally:
+            self.open -= 1
 
 
-def test_a_rejected_request_is_a_429_with_the_reason() -> None:
-    status, headers, body, _ = answered(JSON, whole(ABORTED, ABORTED))
-    assert status == 429 and headers[b"retry-after"] == b"1" and headers[b"retry-after-ms"] == b"250"
-    assert json.loads(body)["error"]["message"] == "its first token would come too late"
-    assert headers[b"x-request-id"] == b"7" and int(headers[b"content-length"]) == len(body)
+def params() -> Any:
+    return SimpleNamespace(extra_args=None)
 
 
-@pytest.mark.parametrize("others", [({"finish_reason": "stop"},), (ENDED, {"finish_reason": "length"}), (ABORTED,)])
-def test_several_prompts_or_answers_are_rejected_as_a_whole(others: tuple[dict[str, Any], ...]) -> None:
-    status, headers, body, _ = answered(JSON, whole(*others, ABORTED, tokens=9))
-    assert status == 429 and headers[b"retry-after"] == b"1"
-    assert json.loads(body)["error"]["message"] == "its first token would come too late"
+async def whole(scope: Any, receive: Any, send: Any) -> None:
+    """An endpoint of vLLM's that answers at the end, for two prompts."""
+    await receive()
+    engine = scope["app"].state.engine_client
+    text = b""
+    for number in range(scope.get("prompts", 1)):
+        async for output in engine.generate("", params(), str(number)):
+            text += bytes(output.outputs[0].token_ids)
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [*HEADERS, (b"content-type", b"application/json")]}
+    )
+    await send({"type": "http.response.body", "body": text})
 
 
-def test_what_keeps_a_connection_open_is_no_answer() -> None:
-    waits = b": keep-alive\n\n"
-    assert answered(EVENTS, waits, waits, DONE)[0] == 429
-    assert answered(EVENTS, waits + ROLE, waits + event(choices=[{**ABORTED, "delta": {}}]), DONE)[0] == 429
-    text = event(choices=[{"index": 0, "text": "a", "finish_reason": None}])
-    assert answered(EVENTS, waits, text, DONE)[::2] == (200, waits + text + DONE)
+async def streamed(scope: Any, receive: Any, send: Any) -> None:
+    """One that streams, whose first event and comments say nothing of what comes, and that has errors in its stream."""
+    await receive()
+    events = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *events]})
+    for first in (b"data: created\n\n", WAITS):
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+    try:
+        async for output in scope["app"].state.engine_client.generate("", params(), "1"):
+            text = b"data: " + bytes(output.outputs[0].token_ids) + b"\n\n"
+            await send({"type": "http.response.body", "body": text, "more_body": True})
+    except FullQueueError:
+        await send({"type": "http.response.body", "body": b"data: error\n\n", "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+class Client:
+    """Asks ``app`` behind the middleware and ``engine``."""
+
+    def __init__(self, app: Any, engine: Any, path: str = "/v1/completions", body: bytes = b"{}", **scope: Any) -> None:
+        state = SimpleNamespace() if engine is None else SimpleNamespace(engine_client=engine)
+        self.scope = {"type": "http", "method": "POST", "path": path, "app": SimpleNamespace(state=state), **scope}
+        self._app, self._body = app, body
+        self.messages: list[MutableMapping[str, Any]] = []
+
+    async def ask(self, middleware: RejectionStatus | None = None) -> Self:
+        await (middleware or RejectionStatus(self._app))(self.scope, self._receive, self._send)
+        start, *rest = self.messages
+        assert start["type"] == "http.response.start" and not rest[-1].get("more_body", False), "an answer ends"
+        self.status, self.headers = start["status"], dict(start["headers"])
+        self.text = b"".join(one["body"] for one in rest)
+        return self
+
+    async def _receive(self) -> Any:
+        if self._body:
+            body, self._body = self._body, b""
+            return {"type": "http.request", "body": body}
+        await asyncio.sleep(60)
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.messages.append(message)
+
+
+def answered(app: Any, *requests: list[Any], **more: Any) -> Client:
+    return asyncio.run(Client(app, FakeEngine(*requests), **more).ask())
+
+
+def assert_rejected(found: Client) -> None:
+    assert found.status == 429 and found.headers[b"content-type"] == b"application/json"
+    assert found.headers[b"retry-after"] == b"1" and found.headers[b"retry-after-ms"] == b"250"
+    error = json.loads(found.text)["error"]
+    assert (error["message"], error["code"]) == ("its first token would come too late", "slo")
+    assert int(found.headers[b"content-length"]) == len(found.text)
+    assert len(found.headers) == len(found.messages[0]["headers"]), "each once"
+
+
+@pytest.mark.parametrize("path", [*WHOLE, "/v1/responses", "/inference/v1/generate", "/of/a/later/version"])
+@pytest.mark.parametrize("app", [whole, streamed])
+def test_a_rejected_request_is_a_429_with_the_reason_on_each_endpoint(app: Any, path: str) -> None:
+    found = answered(app, [REJECTION], path=path)
+    assert_rejected(found)
+    assert found.headers[b"x-request-id"] == b"7"
+    assert (json.loads(found.text).get("type") == "error") == (path == "/v1/messages"), "as Anthropic's clients know it"
+
+
+@pytest.mark.parametrize(
+    "others", [([LAST], [REJECTION]), ([REJECTION], [LAST]), ([said(5), LAST], [said(), REJECTION])]
+)
+def test_several_prompts_or_answers_are_rejected_as_a_whole(others: tuple[list[Any], list[Any]]) -> None:
+    assert_rejected(answered(whole, *others, prompts=2))
+    both = SimpleNamespace(outputs=[one for outputs in others for output in outputs for one in output.outputs])
+    assert_rejected(answered(whole, [both]))
+
+
+@pytest.mark.parametrize("middleware", [RejectionStatus(streamed), RejectionStatus(RejectionStatus(streamed))])
+def test_a_stream_is_held_back_until_its_first_token(middleware: RejectionStatus) -> None:
+    """With the comments that keep its connection open; what follows goes on as it comes."""
+    going = asyncio.Event()
+
+    class Slow(FakeEngine):
+        async def generate(self, *given: Any) -> AsyncIterator[Any]:
+            for one in (said(), said(5)):
+                await asyncio.sleep(0.01)
+                assert not client.messages
+                yield one
+            await going.wait()
+            yield LAST
+
+    client = Client(streamed, Slow())
+
+    async def ask() -> Client:
+        asking = asyncio.ensure_future(client.ask(middleware))
+        while not client.messages:
+            await asyncio.sleep(0)
+        assert len(client.messages) == 5 and client.messages[-1]["body"] == b"data: \x05\n\n"
+        going.set()
+        return await asking
+
+    found = asyncio.run(ask())
+    assert found.status == 200
+    assert found.text == b"data: created\n\n" + WAITS + b"data: \n\ndata: \x05\n\ndata: \x06\n\ndata: [DONE]\n\n"
 
 
 def test_what_is_left_of_them_is_ended() -> None:
     """As soon as one of them is known to be rejected; what the app says of its client's going is of no interest."""
     heard: list[Any] = []
-    sent: list[MutableMapping[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
         listens = asyncio.ensure_future(receive())
-        await asyncio.sleep(0)
-        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-        rejected = event(choices=[{**ABORTED, "text": ""}])
-        await send({"type": "http.response.body", "body": rejected, "more_body": True})
-        heard.append(await asyncio.wait_for(listens, 5))
+        async for _ in scope["app"].state.engine_client.generate("", params(), "1"):
+            heard.append(await asyncio.wait_for(listens, 5))
         heard.append(await receive())
-        await send({"type": "http.response.body", "body": event(choices=[{"text": "of another"}]), "more_body": True})
+        if scope["speaks"]:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            heard.append(len(client.messages))
+            await send({"type": "http.response.body", "body": b"null"})
+            await send({"type": "http.response.body", "body": b"of another"})
         raise OSError("the client has gone")
 
-    async def receive() -> Any:
-        await asyncio.sleep(60)
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message)
-
-    asyncio.run(RejectionStatus(app)({"type": "http", "path": "/v1/completions"}, receive, send))
-    assert heard == [{"type": "http.disconnect"}] * 2
-    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"] and sent[0][
-        "status"
-    ] == 429
+    for speaks in (False, True):
+        heard.clear()
+        client = Client(app, FakeEngine([REJECTION]), speaks=speaks)
+        assert_rejected(asyncio.run(client.ask()))
+        told = [2] if speaks else []  # with the first that the app says
+        assert heard == [{"type": "http.disconnect"}] * 2 + told and len(client.messages) == 2
 
 
 def test_an_error_of_the_app_is_its_own() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        assert await receive() == {"type": "http.request"}
+        assert (await receive())["type"] == "http.request"
         raise OSError("of the app")
 
-    async def receive() -> Any:
-        return {"type": "http.request"}
-
     with pytest.raises(OSError, match="of the app"):
-        asyncio.run(RejectionStatus(app)({"type": "http", "path": "/v1/completions"}, receive, app))
+        answered(app)
+
+
+def test_a_stream_that_vllms_own_queue_limit_refuses_is_a_503() -> None:
+    """Which vLLM would say in the stream, under status 200."""
+    found = answered(streamed, [FullQueueError("the backlog limit")])
+    assert found.status == 503 and found.headers[b"retry-after"] == b"1"
+    assert json.loads(found.text)["error"]["message"] == "the backlog limit"
+
+
+@pytest.mark.parametrize("app", [whole, streamed])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [[LAST]],
+        [[said(5), said(6), LAST]],
+        [[said(finish="abort")]],  # by the client, or a server that stops
+        [[said(finish="abort", stop="\n")]],
+        [[said(finish="stop", stop=WORDS)]],
+        [[]],
+    ],
+)
+def test_all_other_answers_pass_as_they_are(app: Any, requests: list[list[Any]]) -> None:
+    found = answered(app, *requests)
+    bare = Client(app, FakeEngine(*requests))
+
+    async def without() -> None:
+        await app(bare.scope, bare._receive, bare._send)
+
+    asyncio.run(without())
+    assert found.messages == bare.messages and found.status == 200
+
+
+def test_a_rejection_after_the_first_token_was_sent_changes_nothing() -> None:
+    found = answered(streamed, [said(5), REJECTION])
+    assert found.status == 200 and found.text.endswith(b"data: \x05\n\ndata: \n\ndata: [DONE]\n\n")
+    found = answered(streamed, [said(5), FullQueueError()])
+    assert found.status == 200 and found.text.endswith(b"data: \x05\n\ndata: error\n\ndata: [DONE]\n\n")
+
+
+def test_errors_and_what_is_not_generated_pass_at_once() -> None:
+    seen: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": scope["status"], "headers": HEADERS})
+        seen.append(len(client.messages))
+        await send({"type": "http.response.body", "body": b"{"})
+
+    for more in ({"status": 503}, {"status": 200, "method": "GET"}):
+        client = Client(app, FakeEngine(), **more)
+        asyncio.run(client.ask())
+    client = Client(app, None, status=200)
+    asyncio.run(client.ask())
+    assert seen == [1, 1, 1]
+
+
+def test_requests_hear_only_of_themselves_and_of_each_only_one_hears() -> None:
+    """Whatever runs at the same time, and if the middleware is there twice."""
+    engine = FakeEngine([said(), LAST], [said(), REJECTION], [said(), said(), LAST])
+    middleware = RejectionStatus(RejectionStatus(streamed))
+
+    async def ask() -> list[Client]:
+        clients = [Client(streamed, engine) for _ in range(3)]
+        return list(await asyncio.gather(*(client.ask(middleware) for client in clients)))
+
+    found = asyncio.run(ask())
+    assert [one.status for one in found] == [200, 429, 200] and engine.open == 0
+    assert_rejected(found[1])
+
+
+def test_what_the_app_does_not_read_to_its_end_is_closed() -> None:
+    """By which vLLM aborts a request whose client has gone."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        outputs = scope["app"].state.engine_client.generate("", params(), "1")
+        await anext(outputs)
+        await outputs.aclose()
+        assert engine.open == 0
+        await whole(scope, receive, send)
+
+    engine = FakeEngine([said(5), said(6)], [LAST])
+    assert asyncio.run(Client(app, engine).ask()).text == b"\x06"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "spared"),
+    [
+        ("/v1/responses", b'{"input": "x", "background": true}', True),
+        ("/v1/responses", b'{"input": "x", "background": false}', False),
+        ("/v1/responses", b'{"input": "\\"background\\""}', False),
+        ("/v1/responses", b'["background"]', False),
+        ("/v1/responses", b'"background" and no JSON', False),
+        ("/v1/completions", b'{"prompt": "x", "background": true}', False),
+    ],
+)
+def test_who_asks_for_an_answer_in_the_background_is_never_rejected(path: str, body: bytes, spared: bool) -> None:
+    """The answer to the request is there before anything is computed: nobody could be told."""
+    engine = FakeEngine([LAST])
+    asyncio.run(Client(whole, engine, path, body).ask())
+    (given,) = engine.given
+    assert given.extra_args == ({"never_rejected": True} if spared else None)
+    sequence = Sequence(Request("r", (), SamplingParams(), 1, 0.0))
+    sequence.data = SimpleNamespace(request_id="resp_1", sampling_params=given)
+    rejects = Admission(AdmissionPolicy(late="reject"), SlackTracker({}))
+    assert Steering._relegates(rejects, sequence, Verdict(SLO_REASON, "late", 1.0)) is spared
+
+
+@pytest.mark.parametrize("app", [whole, streamed])
+def test_outputs_that_are_not_understood_are_vllms_to_answer(app: Any, caplog: pytest.LogCaptureFixture) -> None:
+    unknown = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5])])
+    with caplog.at_level("ERROR", logger="vllm.autotune"):
+        found = answered(app, [unknown, LAST])
+    assert found.status == 200 and b"\x05" in found.text and b"\x06" in found.text
+    assert "the answer goes on as vLLM makes it" in caplog.text
+    assert answered(streamed, [unknown, REJECTION]).status == 200, "its beginning is not held back"
+
+
+def test_an_engine_that_cannot_be_listened_to_serves_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Other:
+        __slots__ = ()
+
+        async def generate(self, *given: Any) -> AsyncIterator[Any]:
+            yield REJECTION
+
+    middleware = RejectionStatus(whole)
+    with caplog.at_level("WARNING", logger="vllm.autotune"):
+        for _ in range(2):
+            assert asyncio.run(Client(whole, Other()).ask(middleware)).status == 200
+    assert caplog.text.count("a rejected request is an answer without text, not status 429") == 1
 
 
 def test_who_cannot_be_told_of_a_rejection_is_late_instead() -> None:
@@ -506,49 +765,6 @@ def test_what_vllm_calls_the_end_of_a_request() -> None:
 )
 def test_requests_that_one_http_request_stands_for_are_known_by_their_ids(name: str, family: str | None) -> None:
     assert family_of(name) == family
-
-
-@pytest.mark.parametrize(
-    "bodies",
-    [
-        (DONE,),  # completions
-        (ROLE, DONE),
-        (ROLE[:20], ROLE[20:] + DONE),
-        (ROLE, event(choices=[], usage={"completion_tokens": 0}), DONE, b""),
-        (ROLE, event(choices=[{"index": 0, "delta": {}, "finish_reason": "abort", "stop_reason": WORDS}]), DONE),
-    ],
-)
-def test_so_is_one_that_is_streamed(bodies: tuple[bytes, ...]) -> None:
-    status, headers, body, _ = answered(EVENTS, *bodies, path="/v1/chat/completions")
-    assert status == 429 and headers[b"content-type"] == b"application/json"
-    assert json.loads(body)["error"]["code"] == "slo"
-    assert headers[b"retry-after-ms"] == (b"250" if b"abort" in b"".join(bodies) else b"1000")
-
-
-@pytest.mark.parametrize(
-    ("headers", "bodies", "passed"),
-    [
-        (JSON, (whole({"finish_reason": "stop"}, tokens=3),), 1),
-        (JSON, (whole(ENDED, tokens=3),), 1),  # by the client, or a server that stops
-        (JSON, (whole(ENDED, {"finish_reason": "stop"}, tokens=3),), 1),
-        (JSON, (b'{"text": "abort", "finish_reason": "abort"', b"}"), 2),
-        (JSON, (b'"abort" and no JSON',), 1),
-        (EVENTS, (event(choices=[{"text": "", "finish_reason": None}]), event(choices=[{"text": "a"}]), DONE), 1),
-        (EVENTS, (ROLE, event(choices=[{"delta": {"content": "a"}, "finish_reason": None}]), DONE), 2),
-        (EVENTS, (ROLE, event(choices=[{"delta": {}, "finish_reason": "stop"}]), DONE), 2),
-        (EVENTS, (event(error={"message": "no"}), DONE), 1),
-        (EVENTS, (b"",), 1),
-    ],
-)
-def test_all_other_answers_pass_as_they_are(
-    headers: list[tuple[bytes, bytes]], bodies: tuple[bytes, ...], passed: int
-) -> None:
-    assert answered(headers, *bodies) == (200, dict(headers), b"".join(bodies), passed)
-
-
-def test_errors_and_other_paths_pass_at_once() -> None:
-    assert answered(EVENTS, DONE, path="/metrics") == (200, dict(EVENTS), DONE, 0)
-    assert answered(JSON, whole(ABORTED), status=503) == (503, dict(JSON), whole(ABORTED), 0)
 
 
 def test_another_thread_looks_again_where_something_changed_and_puts_nothing_in_order() -> None:

@@ -56,6 +56,30 @@ class _Attached(TunableScheduler):
     def controlled(self) -> bool:
         return True
 
+    def aborted(self) -> None:
+        """Requests were aborted, and vLLM has none left: listeners hear of it now, for nobody makes a step until others come."""
+        self._tell()
+
+
+class _TakenOver(SelfTuningScheduler):
+    """Stepped by its user, who stops when no request is left, and may throw vLLM away at any time."""
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().finish_requests(*args, **kwargs)
+        tunable, steering = self._tunable, self.steering
+        between = steering is not None and steering.planned_last is None
+        if between and isinstance(tunable, _Attached) and not self.has_unfinished_requests():
+            try:
+                tunable.aborted()
+            except Exception as error:
+                self._failed(error, "it told the controller of requests that were aborted")
+        return found
+
+    def shutdown(self) -> None:
+        if self._tunable is not None:
+            self._each(self._tunable.stop)
+        super().shutdown()
+
 
 def _taken_over(scheduler: Any, config: Any) -> SelfTuningScheduler:
     """What stands in the place of ``scheduler`` from now on: its state, steered by whoever attaches.
@@ -70,7 +94,7 @@ def _taken_over(scheduler: Any, config: Any) -> SelfTuningScheduler:
             f"engine has {count} requests in progress; attach the controller while it has none, or make the engine with "
             'scheduler_cls="autotune.engines.vllm.Steered"'
         )
-    bases = (SelfTuningScheduler, base)
+    bases = (_TakenOver, base)
     kind: Any = type(f"SelfTuning{base.__name__.removeprefix('Steered')}", bases, {"__module__": __name__})
     made: SelfTuningScheduler = kind.__new__(kind)
     made.__dict__ = vars(scheduler)

@@ -69,13 +69,30 @@ class ServeCommand:
         return any(word == flag or word.startswith(f"{flag}=") for word in self.more)
 
     def _queued_tokens(self) -> int | None:
-        """Prompt tokens that fit into the TTFT target; None where nothing is rejected, or classes may wait for longer."""
+        """Prompt tokens that fit into the TTFT target, for each of vLLM's API servers, which count their own. None where nothing
+        is rejected, where the rate is not known, since any number would refuse what can be met, and where there are classes:
+        tokens of those that may wait for longer would keep out one that goes before them."""
         target = self.options.target()
         if self.options.request_classes() or target is None or target.ttft_ms is None:
             return None
         if not self.options.reject_late or not self.prefill_rate:
             return None
-        return max(1, math.ceil(self.prefill_rate * target.ttft_ms / 1e3))
+        return max(1, math.ceil(self.prefill_rate * self._engines_each() * target.ttft_ms / 1e3))
+
+    def _engines_each(self) -> float:
+        """Engines for each API server. vLLM starts as many of these as there are engines, unless it is told a number."""
+        servers = self._given("--api-server-count", "-asc")
+        return 1.0 if servers is None else (self._given("--data-parallel-size", "-dp") or 1) / servers
+
+    def _given(self, *names: str) -> int | None:
+        """The positive number given last as one of these options; None if there is none."""
+        found = None
+        for at, word in enumerate(self.more):
+            name, equals, value = word.partition("=")
+            if name.replace("_", "-") in names:
+                value = value if equals else "".join(self.more[at + 1 : at + 2])
+                found = int(value) if value.isdigit() and int(value) else None
+        return found
 
 
 def _as_variable(value: object) -> str:

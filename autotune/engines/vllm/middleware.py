@@ -1,47 +1,74 @@
 """``vllm serve --middleware autotune.engines.vllm.RejectionStatus``: a request that was rejected is answered with 429.
 
-All that a scheduler of vLLM's can do to a request is to abort it, and vLLM's API server answers that with 200, ``finish_reason``
-"abort" and no text; in a stream of completions with nothing but ``[DONE]``. This ASGI middleware holds back the beginning of an
-answer of ``/v1/completions`` or ``/v1/chat/completions`` until the first token is in it, which is when vLLM sends it, and makes
-one that ends without any into 429 with Retry-After and the reason. Everything else passes as it is.
+All that a scheduler of vLLM's can do to a request is to abort it, and vLLM's API server makes an answer without text of that,
+with status 200, each endpoint in its own way; some do not even say that it was aborted. This ASGI middleware listens to what the
+engine says to each HTTP request, whatever the endpoint, and holds back the beginning of the answer until a token has come for it.
+If the engine says before that the request was rejected, the client gets 429 with Retry-After and the reason, and what else
+belongs to the request is ended. If vLLM's own queue limits refuse one whose answer is a stream, the client gets 503 in the same
+way, where vLLM would tell of it under status 200. Everything else passes as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final, Literal
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, Final
 
+from autotune.engines.vllm.requests import NEVER_REJECTED
 from autotune.engines.vllm.scheduler import REJECTED
 from runtime.serving.errors import ApiError
 
+log = logging.getLogger("vllm.autotune")
+
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
-_UNKNOWN: Final = "it was ended before its first token: it could not meet its SLO any more, or the server stops"
-_Found = Literal["more", "answer", "rejected"]
+Receive = Callable[[], Awaitable[Message]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+_RETRY_S: Final = 1.0  # after one of vLLM's own refusals, which do not say
+_HEARD: Final = "autotune.rejection_status"  # of a scope: what is further out hears already
 
 
 class RejectionStatus:
-    """Wraps vLLM's ``app``."""
+    """Wraps vLLM's ``app``, whose ``state.engine_client`` is vLLM's engine as its endpoints have it."""
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._listens: bool | None = None  # whether answers hear of the engine; None: no engine has been seen
 
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].endswith("/completions"):
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or _HEARD in scope or not self._listen(scope):
             await self._app(scope, receive, send)
             return
-        answer = _Beginning(send)
+        scope[_HEARD] = True
+        answer = _Answer(send, scope["path"])
+        before = _ANSWER.set(answer)
         try:
-            await self._app(scope, _until(receive, answer.rejected), answer)
+            await self._app(scope, answer.reads(_until(receive, answer.refused)), answer)
         except Exception:
-            if not answer.rejected.is_set():  # else it is about a client that has its answer
+            if not answer.refused.is_set():  # else it is about a client that has its answer
                 raise
+        finally:
+            _ANSWER.reset(before)
+        await answer.end()
+
+    def _listen(self, scope: Message) -> bool:
+        """Have each answer hear what the engine of ``scope``'s app says to it; whether that is possible."""
+        engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        if self._listens is None and engine is not None:
+            try:
+                engine.generate = _telling(engine.generate)
+                self._listens = True
+            except AttributeError as error:
+                log.warning("a rejected request is an answer without text, not status 429: %s", error)
+                self._listens = False
+        return bool(self._listens)
 
 
-def _until(receive: Callable[[], Awaitable[Message]], gone: asyncio.Event) -> Callable[[], Awaitable[Message]]:
+def _until(receive: Receive, gone: asyncio.Event) -> Receive:
     """What ``receive`` says, and that the client has gone once ``gone`` is set."""
 
     async def either() -> Message:
@@ -58,99 +85,142 @@ def _until(receive: Callable[[], Awaitable[Message]], gone: asyncio.Event) -> Ca
     return either
 
 
-class _Beginning:
-    """Sends one answer on, once it is known what it is."""
+def _telling(generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
+    """``generate`` of vLLM's engine, which tells the answer for which it is called what it says."""
 
-    def __init__(self, send: Send) -> None:
+    @wraps(generate)
+    def telling(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        answer = _ANSWER.get()
+        if answer is None:
+            return generate(*args, **kwargs)
+        if answer.in_background:
+            for one in (*args, *kwargs.values()):
+                if hasattr(one, "extra_args"):  # sampling parameters
+                    one.extra_args = {**(one.extra_args or {}), NEVER_REJECTED: True}
+        return _heard(generate(*args, **kwargs), answer)
+
+    return telling
+
+
+async def _heard(outputs: AsyncGenerator[Any, None], answer: _Answer) -> AsyncGenerator[Any, None]:
+    """``outputs``, of which ``answer`` hears."""
+    try:
+        async for output in outputs:
+            if not answer.passes:
+                try:
+                    answer.hear(output)
+                except Exception:
+                    log.exception(
+                        "autotune failed while it looked for a rejection; the answer goes on as vLLM makes it"
+                    )
+                    answer.begun = True
+            yield output
+    except Exception as error:
+        answer.fails(error)
+        raise
+    finally:
+        await outputs.aclose()
+
+
+class _Answer:
+    """Sends the answer to one HTTP request on, once it is known what it is."""
+
+    def __init__(self, send: Send, path: str) -> None:
         self._send = send
+        self._path = path
+        self._request = b""
         self._held: list[Message] = []
-        self._body = b""
-        self._found: _Found = "more"
-        self._words = ""  # of the scheduler
-        self.rejected = asyncio.Event()
-        """Set once the client has been told so."""
+        self.begun = False
+        """Whether a token has come."""
+        self.passes = False
+        """Whether its beginning has been sent."""
+        self._stream = False
+        self._refusal: ApiError | None = None
+        self._sent = False
+        self.refused = asyncio.Event()
+        """Set once it is known that the client is to be told so."""
+
+    def reads(self, receive: Receive) -> Receive:
+        """``receive``, by which the app reads what is asked."""
+        if not self._path.endswith("/responses"):
+            return receive
+
+        async def reading() -> Message:
+            message = await receive()
+            self._request += message.get("body", b"")
+            return message
+
+        return reading
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the client has its answer before anything is computed, and asks for the result later: of a rejection it could
+        not be told."""
+        if b'"background"' not in self._request:
+            return False
+        try:
+            return bool(json.loads(self._request).get("background"))
+        except (ValueError, AttributeError):
+            return False
+
+    def hear(self, output: Any) -> None:
+        """The engine has said ``output``, a ``RequestOutput``."""
+        for one in getattr(output, "outputs", ()):
+            words = str(getattr(one, "stop_reason", None) or "")
+            if one.finish_reason == "abort" and words.startswith(REJECTED):
+                seconds, _, why = words.removeprefix(REJECTED).partition(" s: ")
+                self._refuse(ApiError(429, why, code="slo", retry_after_s=float(seconds)))
+            elif one.token_ids or one.finish_reason is not None:
+                self.begun = True
+
+    def fails(self, error: Exception) -> None:
+        """The engine has raised ``error``. Those of vLLM's queue limits have a status, which a stream would not show."""
+        if (status := getattr(error, "http_status", None)) is not None:
+            self._refuse(ApiError(int(status), str(error), code="queue_full", retry_after_s=_RETRY_S))
+
+    def _refuse(self, refusal: ApiError) -> None:
+        if not self.passes and self._refusal is None:
+            self._refusal = refusal
+            self.refused.set()
 
     async def __call__(self, message: Message) -> None:
-        if self._found == "answer":
+        if self.passes:
             await self._send(message)
-        elif self._found == "more":
+        elif self._refusal is not None:
             self._held.append(message)
-            self._found = self._judge(message)
-            if self._found == "rejected":
-                await self._reject()
-            elif self._found == "answer":
+            await self.end()
+        else:
+            self._held.append(message)
+            if self._known(message):
+                self.passes = True
                 for one in self._held:
                     await self._send(one)
                 self._held.clear()
 
-    def _judge(self, message: Message) -> _Found:
+    def _known(self, message: Message) -> bool:
+        """Whether there is no refusal to wait for any more."""
         if message["type"] == "http.response.start":
             self._stream = b"text/event-stream" in dict(message.get("headers", ())).get(b"content-type", b"")
-            return "more" if message["status"] == 200 else "answer"
+            return bool(message["status"] != 200)
         if message["type"] != "http.response.body":
-            return "answer"
-        self._body += message.get("body", b"")
-        last = not message.get("more_body", False)
-        if self._stream:
-            *events, self._body = self._body.split(b"\n\n")
-            for event in events:
-                if event.startswith(b":"):  # a comment, by which vLLM keeps a connection open
-                    continue
-                if (found := self._event(event.removeprefix(b"data: ").strip())) != "more":
-                    return found
-            return "answer" if last else "more"
-        return self._whole() if last else "more"
+            return True
+        return (self._stream and self.begun) or not message.get("more_body", False)
 
-    def _event(self, event: bytes) -> _Found:
-        """Of a stream in which no token has come so far."""
-        if event == b"[DONE]":
-            return "rejected"
-        said = _object(event)
-        if "choices" not in said:
-            return "answer"  # an error
-        for choice in said["choices"]:
-            if choice.get("finish_reason") == "abort":
-                if self._note(choice):
-                    return "rejected"
-            elif choice.get("finish_reason") is not None or "role" not in choice.get("delta", {}):
-                return "answer"
-        return "more"  # the beginning of a chat, or how much was used
-
-    def _whole(self) -> _Found:
-        if b'"abort"' not in self._body:
-            return "answer"
-        said = _object(self._body)
-        choices = said.get("choices") or [{}]
-        if any([self._note(choice) for choice in choices]):
-            return "rejected"
-        if any(choice.get("finish_reason") != "abort" for choice in choices) or said["usage"]["completion_tokens"]:
-            return "answer"
-        return "rejected"
-
-    def _note(self, choice: dict[str, Any]) -> bool:
-        """Whether the scheduler rejected it; remember its words."""
-        words = str(choice.get("stop_reason") or "")
-        if choice.get("finish_reason") != "abort" or not words.startswith(REJECTED):
-            return False
-        self._words = words.removeprefix(REJECTED)
-        return True
-
-    async def _reject(self) -> None:
-        seconds, _, why = self._words.partition(" s: ")
-        error = ApiError(429, why or _UNKNOWN, code="slo", retry_after_s=float(seconds or 1.0))
-        body = json.dumps(error.body).encode()
+    async def end(self) -> None:
+        """Send the client its refusal, if there is one, once."""
+        if self._refusal is None or self._sent:
+            return
+        self._sent = True
+        error = self._refusal
+        anthropic = {"type": "error"} if self._path.endswith("/messages") else {}
+        body = json.dumps({**anthropic, **error.body}).encode()
         own = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-        kept = [(k, v) for k, v in self._held[0].get("headers", ()) if k.decode("latin-1").lower() not in own]
+        begun = self._held[0].get("headers", ()) if self._held else ()
+        kept = [(k, v) for k, v in begun if k.decode("latin-1").lower() not in own]
         headers = [*kept, *((k.encode(), v.encode()) for k, v in own.items())]
         self._held.clear()
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
-        self.rejected.set()
 
 
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+_ANSWER: ContextVar[_Answer | None] = ContextVar("_ANSWER", default=None)

@@ -32,6 +32,8 @@ from runtime.slo import SLO
 CLASS: Final = "request_class"
 TENANT: Final = "tenant"
 """Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
+NEVER_REJECTED: Final = "never_rejected"
+"""The same, for a request that is relegated where it would be rejected."""
 _FIRST: Final = -1e15  # of what runs: it stands before all that waits, should it be preempted
 _LEVEL: Final = 1e10  # of a client's priority among what runs
 _MOST_PRIORITY: Final = 10_000
@@ -179,12 +181,14 @@ class SteeredRequests:
     def _relegates(admission: Admission, sequence: Sequence, verdict: Verdict) -> bool:
         """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt, or of given
         tokens, cannot be empty: its API server would make it an error. Nor can that to a pooling request: its API server would
-        end. Of a beam search each token is a request, and one that is rejected would end the answer in the middle."""
+        end. Of a beam search each token is a request, and one that is rejected would end the answer in the middle. Who has asked
+        for an answer in the background has gone."""
         request, params = sequence.data, sequence.data.sampling_params
         wants = any(getattr(params, name, None) is not None for name in ("prompt_logprobs", "logprob_token_ids"))
         pooled = getattr(request, "pooling_params", None) is not None
         part = _BEAM.search(request.request_id) is not None
-        return wants or pooled or part or admission.relegates(sequence, verdict)
+        spared = bool((getattr(params, "extra_args", None) or {}).get(NEVER_REJECTED))
+        return wants or pooled or part or spared or admission.relegates(sequence, verdict)
 
     def _relegate(self, sequence: Sequence) -> None:
         """Have it go behind those that can still be met, in vLLM's queue too."""

@@ -514,6 +514,14 @@ class Steering(SteeredRequests):
         found, self.steps = self.steps, []
         return found
 
+    def end_all(self, cause: str) -> None:
+        """vLLM makes no more steps: what it leaves has ended, with an error."""
+        now = self.clock.now()
+        for sequence in list(self._by_name.values()):
+            record = self.end(sequence, FinishReason.ERROR, now, cause)
+            if record is not None:
+                self.ended.append((sequence, record))
+
 
 def _tokens(sequence: Sequence, out: Any) -> list[Token]:
     found = out.new_logprobs

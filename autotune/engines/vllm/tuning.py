@@ -117,6 +117,17 @@ class TunableScheduler(TunableCore):
         with self._changing:
             self._closed = True
 
+    def stop(self) -> None:
+        """vLLM has stopped: whoever listens hears of what it left, too, and no change is accepted any more."""
+        if self._closed:
+            return
+        try:
+            self._steering.end_all("vLLM stopped before it had ended")
+            self._tell()
+        finally:
+            self.release()
+            self._posted.clear()
+
     def fail(self, error: Exception, what: str) -> None:
         """The same after a fault in what steers vLLM: whoever listens and has ``on_fault`` (a controller) hears of it, and before
         that of the last steps. What others have asked for is not done any more."""
