@@ -329,6 +329,7 @@ def test_of_a_rejected_request_nothing_goes_on(tmp_path: Path) -> None:
         request = urllib.request.Request(server.url + "/v1/completions", json.dumps(asked).encode(), headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=120).close()
+        refused.value.close()
         assert refused.value.code == 429 and time.monotonic() - begun < 20, "500 steps take 50 s"
         running = re.compile(r"vllm:num_requests_running\{[^}]*\} 0\.0")
         assert within(15, lambda: running.search(server.get("/metrics")[1]) is not None)

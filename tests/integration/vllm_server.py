@@ -99,7 +99,8 @@ class VllmServer:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.status, answer.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
-            return error.code, error.read().decode(errors="replace")
+            with error:
+                return error.code, error.read().decode(errors="replace")
         except OSError:
             return 0, ""
 
