@@ -160,20 +160,11 @@ class Controlled(TunableScheduler):
         return True
 
 
-class ToBeControlled(SelfTuningScheduler):
-    """As a server has it, but for the controller, which is to come."""
-
-    def shutdown(self) -> None:
-        if self._tunable is not None:
-            self._tunable.stop()
-        super().shutdown()
-
-
 class SelfTuning:
     """Give this to vLLM as its scheduler class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        bases = (ToBeControlled, picked(config_of(args, kwargs)))
+        bases = (SelfTuningScheduler, picked(config_of(args, kwargs)))
         return type("SelfTuning", bases, {"__module__": __name__})(*args, **kwargs)
 
 

@@ -62,7 +62,7 @@ class _Attached(TunableScheduler):
 
 
 class _TakenOver(SelfTuningScheduler):
-    """Stepped by its user, who stops when no request is left, and may throw vLLM away at any time."""
+    """Stepped by its user, who stops when no request is left."""
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         found = super().finish_requests(*args, **kwargs)
@@ -74,11 +74,6 @@ class _TakenOver(SelfTuningScheduler):
             except Exception as error:
                 self._failed(error, "it told the controller of requests that were aborted")
         return found
-
-    def shutdown(self) -> None:
-        if self._tunable is not None:
-            self._each(self._tunable.stop)
-        super().shutdown()
 
 
 def _taken_over(scheduler: Any, config: Any) -> SelfTuningScheduler:

