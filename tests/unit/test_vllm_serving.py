@@ -227,7 +227,7 @@ def test_without_vllm_it_says_what_to_install(
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
     assert "pip install '.[vllm]' in a checkout" in capsys.readouterr().err
     monkeypatch.setattr(named, "find_spec", lambda name: object())
-    monkeypatch.setattr(command, "version", lambda name: "0.99.0")
+    monkeypatch.setattr(named, "version", lambda name: "0.99.0")
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
     assert "it is version 0.99.0, and this was made for" in capsys.readouterr().err
 
@@ -247,7 +247,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
         raise SystemExit(0)
 
     monkeypatch.setattr(named, "find_spec", lambda name: object())
-    monkeypatch.setattr(command, "version", lambda name: "0.32.1+cpu")
+    monkeypatch.setattr(named, "version", lambda name: "0.32.1+cpu")
     monkeypatch.setattr(command.os, "execve", become)
     return found
 
