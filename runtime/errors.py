@@ -13,7 +13,7 @@
     ├── EngineClosedError         a call on an engine that has been closed
     ├── DeviceError               the device is lost to this process; the engine that used it has closed
     ├── LeaseError                a second controller asked for a tunable already held
-    ├── MissingTritonError        the GPU kernels were asked for where Triton is not installed
+    ├── MissingTritonError        the GPU kernels were asked for where Triton is not installed, or does not start
     └── InputError(ValueError)    a file or an option that cannot be used; the CLI prints it and exits with 2
 
 Wrong values (knobs, SLO strings, prompts too long) raise plain ``ValueError`` at the call that brought them.
@@ -76,7 +76,7 @@ class LeaseError(AutotuneError):
 
 
 class MissingTritonError(AutotuneError):
-    """The GPU kernels need Triton, which is not installed here."""
+    """The GPU kernels need Triton, which is not installed here, or does not start: it needs a C compiler and Python's headers."""
 
 
 class InputError(AutotuneError, ValueError):

@@ -33,6 +33,7 @@ class FakeModel:
     max_model_len: int = 256
     eos_token_ids: tuple[int, ...] = (EOS,)
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    tokenizer_error: str = ""
 
 
 def count_up(sequence: Sequence) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autotune.advise.traffic import Traffic
-from autotune.profile import PURPOSES, RECOMMENDED
+from autotune.export import ExportTarget, Fit, export
+from autotune.profile import PURPOSES, RECOMMENDED, Profile
 from autotune.profile.parts import Point
+from runtime.knobs import Knobs
 from runtime.slo import SLO, RequestClass, attained
 
 _OFF = 1.3  # times that a simulated median may lie outside the bucket of the live one before the profile is doubted
@@ -68,10 +70,40 @@ def cautions(traffic: Traffic, now: Point, lengths: tuple[float, float], *, else
         )
 
 
-def advice(points: Sequence[Point], slo: SLO, classes: Sequence[RequestClass], export: str) -> Iterator[str]:
+def without_counterpart(profile: Profile, target: ExportTarget) -> dict[str, list[str]]:
+    """By purpose, the knobs that the server cannot be started with: exporting the setting drops them."""
+    return {
+        str(purpose): [
+            entry.name
+            for entry in export(profile, target, purpose=purpose, allow_lossy=True).entries
+            if entry.lossy and entry.fit is Fit.UNSUPPORTED and entry.name in target.knobs
+        ]
+        for purpose in profile.settings
+    }
+
+
+def startable(profile: Profile, dropped: Mapping[str, Sequence[str]]) -> dict[str, Knobs]:
+    """The settings by purpose, with the knobs ``dropped`` at their defaults, where they do nothing."""
+    stock = Knobs()
+    return {
+        str(purpose): setting.knobs.with_(**{name: getattr(stock, name) for name in dropped[purpose]})
+        for purpose, setting in profile.settings.items()
+    }
+
+
+def left_out(dropped: Mapping[str, Sequence[str]], target: ExportTarget) -> Iterator[str]:
+    """That settings are simulated without knobs that the profile measured, and why."""
+    for purpose, names in dropped.items():
+        for name in names:
+            yield f"note: {purpose} is simulated without {name}: {target.knobs[name].said}"
+
+
+def advice(
+    points: Sequence[Point], slo: SLO, classes: Sequence[RequestClass], command: Callable[[str], str]
+) -> Iterator[str]:
     """What to do: a setting that meets the SLO goes before one that does not, then the one that serves more within it.
 
-    The first of ``points`` is what the server has. ``export``: the command that writes a setting for it, up to the purpose.
+    The first of ``points`` is what the server has. ``command``: the one that writes the setting of a purpose for it.
     """
     if not any(point.goodput.mean for point in points):
         yield "No setting serves a request of this traffic within the SLO, simulated."
@@ -91,4 +123,4 @@ def advice(points: Sequence[Point], slo: SLO, classes: Sequence[RequestClass], e
         why = "with the settings it has no request is within the SLO"
     yield f"At its next start, {best.label}: {why}, simulated."
     purpose = best.label.partition(",")[0]  # one setting may be that of several purposes, or of all
-    yield f"  {export} {purpose if purpose in PURPOSES else RECOMMENDED}"
+    yield f"  {command(purpose if purpose in PURPOSES else RECOMMENDED)}"

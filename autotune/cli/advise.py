@@ -68,13 +68,14 @@ def advise(
 ) -> int:
     """Watch, simulate and print; 1 when nothing meets the SLO."""
     need_server_extra("advise")
-    from autotune.advise.advice import advice, cautions, live
+    from autotune.advise.advice import advice, cautions, left_out, live, startable, without_counterpart
     from autotune.advise.traffic import Traffic
     from autotune.bench.contenders import parse_fixed
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.engines.defaults import VLLM_CPU_DEFAULTS, vllm_defaults
     from autotune.engines.named import ours
+    from autotune.export import TARGETS
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile, load_profile
     from autotune.profiling.space import WIDEST
@@ -102,6 +103,8 @@ def advise(
 
     options(None)  # says what is wrong with the profile before anybody waits
     first, engine, metrics = _found(url)
+    start = TARGETS[engine.name]  # what a server is started with
+    dropped = without_counterpart(known, start)
     console = make_console(stderr=as_json)
     display = Display(console)
     with stop_on_interrupt() as stop:
@@ -113,7 +116,8 @@ def advise(
                 say(console, line)
             requested = options(traffic.spelled())
             rate = traffic.rate / traffic.engines
-            settings = {NOW: has} | {name: knobs for name, knobs in requested.settings.items() if knobs != has}
+            others = shared.by_knobs(startable(known, dropped))
+            settings = {NOW: has} | {name: knobs for name, knobs in others.items() if knobs != has}
             points = _simulated(requested, settings, rate, range(seed, seed + seeds), requests, display, stop)
         except Interrupted:
             say(console, "stopped before all was simulated")
@@ -127,9 +131,14 @@ def advise(
     other = "" if known.engine.name == engine.in_facts else str(known.engine)
     offered = list(scenario.workload.arrivals(seed, limit=requests))
     lengths = fmean(a.prompt_tokens for a in offered), fmean(a.output_tokens for a in offered)
-    export = f"autotune export {shlex.quote(profile)} --to {engine.name} --for"
+
+    def export(purpose: str) -> str:
+        lossy = " --allow-lossy" if dropped[purpose] else ""
+        return f"autotune export {shlex.quote(profile)} --to {start.name} --for {purpose}{lossy}"
+
     said = [
         *cautions(traffic, points[0], lengths, elsewhere=other),
+        *left_out(dropped, start),
         *advice(points, scenario.slo, scenario.classes, export),
     ]
     say(console, requested.head((rate, "the server's")))

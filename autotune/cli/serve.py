@@ -166,6 +166,8 @@ def serve(
     name = model or (start_with.model.name if start_with else None)
     if name is None:
         raise InputError("name a model, such as tiny, or a --profile that does; see autotune serve --help")
+    if model is not None:
+        _check_no_profile(model)
     known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
     if start_with is not None and known is None:
         steps = (
@@ -352,6 +354,15 @@ def _profile(path: Path | None, purpose: str) -> Profile | None:
     if purpose not in profile.settings:
         raise InputError(f"--for is {purpose}; {path} holds {', '.join(profile.settings)}")
     return profile
+
+
+def _check_no_profile(model: str) -> None:
+    """Raise one line if ``model`` is a profile's file or name."""
+    from autotune.profile import shipped_profiles
+
+    file = os.path.isfile(model) and Path(model).suffix in (".yaml", ".yml")
+    if file or (model in shipped_profiles() and not os.path.isdir(model)):
+        raise InputError(f"MODEL is {model}, a profile; it must be a directory or a hub id; --profile takes profiles")
 
 
 def _check_machine(profile: Profile, device: str, anyway: bool, *, controlled: bool) -> None:

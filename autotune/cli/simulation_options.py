@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,7 +153,8 @@ class SimulationOptions:
         """Whether nothing but the requests differs from what the profile measured."""
         self.named = named_options(workload) if workload is not None else set()
         self.rate = None if workload is None else named_rate(load)
-        self.settings = {"requested": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
+        own_settings = {str(purpose): setting.knobs for purpose, setting in self.profile.settings.items()}
+        self.settings = {"requested": self.profile.knobs.with_(**overrides)} if overrides else by_knobs(own_settings)
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
             self.scenario = self.scenario.with_ceilings_for(setting)
@@ -415,14 +416,14 @@ def say_stopped(done: int, total: int, *, pricing: bool, priced: bool = False) -
     print(f"stopped: {lacking}{cheapest}", file=sys.stderr)
 
 
-def _by_knobs(profile: Profile) -> dict[str, Knobs]:
-    """The profile's settings, those of equal knobs as one: ``interactive, throughput``."""
+def by_knobs(settings: Mapping[str, Knobs]) -> dict[str, Knobs]:
+    """Settings by purpose, those of equal knobs as one: ``interactive, throughput``."""
     from autotune.profile import PURPOSES
     from autotune.report.profile_table import EVERY_PURPOSE
 
     names: dict[Knobs, list[str]] = {}
-    for name, setting in profile.settings.items():
-        names.setdefault(setting.knobs, []).append(str(name))
+    for name, knobs in settings.items():
+        names.setdefault(knobs, []).append(name)
     return {EVERY_PURPOSE if [*those] == [*PURPOSES] else ", ".join(those): knobs for knobs, those in names.items()}
 
 

@@ -126,8 +126,8 @@ class Check:
             return f"stale: {', '.join(r.words() for r in about)} than the profile; to renew it, profile this machine again"
         if verdict == "fits":
             worst = max(0.01, *(abs(r.difference) for r in about))  # what is not known cannot be "0%"
-            rough = [r.region for r in self.regions if r.verdict != verdict]
-            but = f" (of {', '.join(rough)} steps its cost model knows too little)" if rough else ""
+            rough = [f"{r.region} {r.noun}" for r in self.regions if r.verdict != verdict]
+            but = f" (of {', '.join(rough)} its cost model knows too little)" if rough else ""
             return f"fits: no kind of {self.kind} differs from the profile by more than {worst:.0%}{but}"
         if any(r.crowded for r in about):
             why = f"other processes took {self.taken:.1f} cores meanwhile"
@@ -361,9 +361,10 @@ def predicted_s(profile: CallableProfile, items: int, cost: float) -> float:
 
 
 def _error_at(profile: CallableProfile, items: int) -> float:
-    """Median relative error of that, over the profile's own calls of this size."""
+    """Median relative error of that, over the profile's own calls of this size; that of the formula where these are one, which
+    tells nothing of how far it is off itself."""
     off = _off(profile, items)
-    if not off:
+    if len(off) < 2:
         return profile.service.error
     middle = statistics.median(off)
     return statistics.median(abs(one / middle - 1) for one in off)

@@ -16,7 +16,7 @@ from runtime.batching.future import ItemFuture, StreamFuture
 from runtime.batching.groupings import Grouping
 from runtime.batching.invoke import Function, kind_of
 from runtime.batching.item import UNTIL_SLO, Item
-from runtime.batching.mapping import map_over
+from runtime.batching.mapping import FOR_ITSELF, map_over
 from runtime.batching.options import (
     BATCHER_LIMITS,
     check_queue,
@@ -223,7 +223,7 @@ class Batcher(TunableBatcher):
     def call(self, item: Any, **options: Any) -> Any:
         """Submit ``item`` and wait for its result; ``options`` are those of :meth:`submit`."""
         if self._pool.here:
-            raise RuntimeError(_FOR_ITSELF)
+            raise RuntimeError(FOR_ITSELF)
         return self.submit(item, **options).result()
 
     async def acall(self, item: Any, **options: Any) -> Any:
@@ -232,7 +232,7 @@ class Batcher(TunableBatcher):
         ``options`` are those of :meth:`submit`.
         """
         if self._pool.here:
-            raise RuntimeError(_FOR_ITSELF)
+            raise RuntimeError(FOR_ITSELF)
         future = self._new(item, **options)
         while not self._pool.submit(future.item, patient=self._block):
             try:
@@ -295,9 +295,6 @@ class Batcher(TunableBatcher):
 
     def __repr__(self) -> str:
         return f"<Batcher of {self.name}, {'closed' if self.closed else self.strategy.name}>"
-
-
-_FOR_ITSELF = "a worker of this batcher would wait for itself; submit and go on instead"
 
 
 def in_event_loop() -> bool:

@@ -43,6 +43,7 @@ class Batched:
         self._made = _Made()
         self._lock = threading.Lock()
         self._of: dict[int, _Made] = {}  # by identity: instances need not be hashable
+        self._given: set[str] = set()  # options that cannot be copied and that an instance has
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -85,13 +86,24 @@ class Batched:
         return self.function if self._owner is None else functools.partial(self.function, self._owner)
 
     def _options_of_its_own(self) -> dict[str, Any]:
-        """Of a method, each instance has a grouping and a strategy of its own: what they hold is of one batcher's items."""
+        """Of a method, each instance has a grouping and a strategy of its own: what they hold is of one batcher's items. One
+        that cannot be copied, as it holds a lock, goes to the first instance."""
         if self._made.owner is None:
             return self.options
-        return {
-            name: copy.deepcopy(value) if name in ("grouping", "strategy") else value
-            for name, value in self.options.items()
-        }
+        options = dict(self.options)
+        for name in {"grouping", "strategy"} & options.keys():
+            try:
+                options[name] = copy.deepcopy(options[name])
+            except Exception as error:
+                with self._lock:
+                    taken = name in self._given
+                    self._given.add(name)
+                if taken:
+                    raise TypeError(
+                        f"@batch on {self._name}: {name} is {options[name]!r}, which cannot be copied ({error}), and another"
+                        " instance has it; give it a __deepcopy__, or make a Batcher in __init__"
+                    ) from error
+        return options
 
     def _weakly_bound(self) -> Callable[..., Any]:
         return self.function if self._made.owner is None else _weak_method(self.function, self._made.owner)

@@ -17,6 +17,7 @@ from runtime.batching.pool import Pool
 from runtime.errors import RejectedError
 from runtime.shared.progress import progress_bar
 
+FOR_ITSELF = "a worker of this batcher would wait for itself; submit and go on instead"
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
 
 
@@ -31,6 +32,8 @@ def map_over(
     return_exceptions: bool,
 ) -> Iterator[Any]:
     """See :meth:`runtime.batching.batcher.Batcher.map`."""
+    if pool.here:
+        raise RuntimeError(FOR_ITSELF)
     total = len(items) if isinstance(items, Sized) else None
     with progress_bar("items", total, show=progress) as advance:
         line: deque[ItemFuture] = deque()

@@ -63,7 +63,9 @@ class Pool:
         self.clock = clock
         self._now = clock.now
         self._calls = Calls(core, self.lock, self.listeners, clock.now, self.wake, isolate=isolate, measure=measure)
-        self._close_functions = close
+        self._close = close
+        self._close_lock = threading.RLock()
+        self._functions_closed = False
         self._functions = functions
         self._streams = functions[0].streams
         self._idle: list[Slot] = []
@@ -79,13 +81,20 @@ class Pool:
             for i in range(concurrency)
         ]
         stop_at_exit(self)
-        for slot in self._slots:
-            self._start(slot)
+        try:
+            with self.lock:
+                for slot in self._slots:
+                    self._start(slot)
+        except BaseException:
+            self.abandon()  # those that have been started end
+            raise
 
     def _start(self, slot: Slot) -> None:
-        slot.thread = threading.Thread(target=self._run, args=(slot,), name=slot.name, daemon=True)
+        """Needs the lock, which is what the new thread takes first. Raises ``RuntimeError`` where no thread can be started."""
+        thread = threading.Thread(target=self._run, args=(slot,), name=slot.name, daemon=True)
+        thread.start()
+        slot.thread = thread
         self._alive += 1
-        slot.thread.start()
 
     # -- from any thread ------------------------------------------------------------------------------------------------
 
@@ -198,6 +207,13 @@ class Pool:
         self._timekeeper.join()
         self._close_functions()
 
+    def _close_functions(self) -> None:
+        """Once, whoever comes first; any other waits for that."""
+        with self._close_lock:
+            if not self._functions_closed:
+                self._functions_closed = True
+                self._close()
+
     def join(self, timeout: float) -> None:
         """Wait for the threads that call the function to end, so long at most all together."""
         if self._abandoned and not self.closed:  # somebody held the lock then
@@ -259,14 +275,13 @@ class Pool:
                 self.backpressure.left()
                 if self.core.fault is not None:
                     self.wake()
-            elif self.closed and not self._alive:
-                return False
+            over = self.closed and not self._alive
         if self._dropped:
             self._withdraw_dropped()
         if self._abandoned and not self.closed:
             self.stop(drain=False)
         self._end_early(ended)
-        return True
+        return not over
 
     # -- the workers ----------------------------------------------------------------------------------------------------
 
@@ -384,8 +399,9 @@ class Timekeeper:
     def watch(self, expiry: float) -> None:
         """Something expires then. Needs the lock."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="batcher timekeeper", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="batcher timekeeper", daemon=True)
+            thread.start()
+            self._thread = thread
         elif expiry <= self._expiries.next:
             self.look()
 

@@ -104,10 +104,11 @@ class ProcessWorker:
 
     def close(self) -> None:
         """Have the child end, and wait for it."""
-        if self._pipe is not None:
+        pipe = self._pipe
+        if pipe is not None:
             with suppress(OSError):
-                self._pipe.send_bytes(b"")
-            self._pipe.close()
+                pipe.send_bytes(b"")
+            pipe.close()
         self._end()
 
 

@@ -70,7 +70,8 @@ class TokenBuffer:
     @property
     def lost(self) -> bool:
         """Whether the event loop that read it has been closed, and nobody else waits for it."""
-        if self._loop is None or not self._loop.is_closed():
+        loop = self._loop
+        if loop is None or not loop.is_closed():
             return False
         with self._lock:
             return not self._gates and all(future.get_loop().is_closed() for _, future in self._futures)
@@ -112,12 +113,16 @@ class TokenBuffer:
         if not self.done:
             self._cancel(self)
 
+    def read_by_thread(self) -> None:
+        """A thread reads it now: the end of an event loop that has read it no longer means that nobody does."""
+        self._loop = None
+
     def wait(self, seen: int | None, timeout: float | None = None) -> bool:
         """Block until there are more than ``seen`` tokens (None: no matter how many) or the request has ended.
 
         Returns False if ``timeout`` seconds passed before that.
         """
-        self._loop = None  # a thread reads it now
+        self.read_by_thread()
         with self._lock:
             if self._ready(seen):
                 return True

@@ -35,6 +35,11 @@ class ServedModel(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
 
     @property
+    def tokenizer_error(self) -> str:
+        """Why its tokenizer cannot be loaded; empty where there is one, or none at all."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -47,6 +52,13 @@ class ServedModel(Protocol):
     def sampling_defaults(self) -> Mapping[str, float]:
         """Fields of :class:`~runtime.request.SamplingParams` that a server fills in where a request does not name them."""
         ...
+
+
+def lacks_tokenizer(model: ServedModel) -> str:
+    """A clause about a model whose ``tokenizer`` is None."""
+    if model.tokenizer_error:
+        return f"the tokenizer of {model.name} cannot be loaded ({model.tokenizer_error})"
+    return f"{model.name} has no tokenizer"
 
 
 class Intake:
@@ -94,7 +106,7 @@ class Intake:
         model = self._model
         if isinstance(prompt, str):
             if model.tokenizer is None:
-                raise ValueError(f"prompt is text, and {model.name} has no tokenizer; give it as a list of token ids")
+                raise ValueError(f"prompt is text, and {lacks_tokenizer(model)}; give it as a list of token ids")
             try:
                 tokens = tuple(model.tokenizer.encode(prompt)) if prompt else ()
             except Exception as error:  # half a surrogate pair, say; tokenizers raise what they like
@@ -137,7 +149,7 @@ class Intake:
         if self._classes and request_class not in self._classes:
             raise ValueError(f"request_class is {request_class!r}; the classes are {', '.join(sorted(self._classes))}")
         if params.stop and self._model.tokenizer is None:
-            raise ValueError(f"stop is {params.stop!r}, and {self._model.name} has no tokenizer; use stop_token_ids")
+            raise ValueError(f"stop is {params.stop!r}, and {lacks_tokenizer(self._model)}; use stop_token_ids")
         tokens = self.tokens(prompt)
         return Request(
             id=request_id,

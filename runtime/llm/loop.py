@@ -87,7 +87,7 @@ class EngineLoop:
                 why = f"{waiting} requests are waiting and max_queue is {self._max_queue}"
                 raise self._rejected(request, "queue_full", why, self._completion_interval.seconds)
             self._inbox.put(partial(self._add, request, buffer))  # first: who cancels it comes behind it
-            self._live[request.id] = buffer
+            self._live[request.id] = buffer  # unless Ctrl-C comes before it
             self._on_the_way += 1
 
     def cancel(self, request_id: str) -> bool:
@@ -232,7 +232,7 @@ class EngineLoop:
             try:
                 sequence = self.core.add(request, now)
             except Exception as error:  # the scheduler has the last word on what can run, and in time
-                del self._live[request.id]
+                self._forget(buffer)
                 reason, cause, hint = FinishReason.REJECTED, str(error), None
                 if isinstance(error, RejectedError):
                     cause, hint = error.reason, error.retry_after_s
@@ -266,8 +266,13 @@ class EngineLoop:
         buffer = self._buffers.pop(sequence)
         self._output.release(sequence)
         with self._lock:
-            del self._live[buffer.request_id]
+            self._forget(buffer)
         buffer.end(last, record, cause, self._wakes)
+
+    def _forget(self, buffer: TokenBuffer) -> None:
+        """Needs the lock."""
+        if self._live.get(buffer.request_id) is buffer:
+            del self._live[buffer.request_id]
 
     def _close(self, drain: bool) -> None:
         self._closing = True
@@ -288,10 +293,16 @@ class EngineLoop:
         records, ended = [], dict(getattr(self.core, "undelivered", ()))
         for sequence in list(self._buffers):
             record = ended.get(sequence)
-            with suppress(Exception):  # the core may be what broke
-                records.append(
-                    record or self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed())
-                )
+            if record is not None and record.completed:  # its last token is lost
+                records.append(record._replace(reason=FinishReason.ERROR, cause=self._why_closed()))
+                record = None
+            elif record is not None:
+                records.append(record)
+            else:
+                with suppress(Exception):  # the core may be what broke
+                    records.append(
+                        self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed())
+                    )
             self._ended(sequence, record, error if record is None else None, None)
         while not self._inbox.empty():
             _contained(self._inbox.get())

@@ -165,6 +165,7 @@ class TokenIterator(_Reading):
 
     def __next__(self) -> TokenEvent:
         stream = self._stream
+        stream._buffer.read_by_thread()
         if not stream.done and len(stream._buffer.tokens) <= self._index:
             stream._check()
             stream._buffer.wait(self._index)

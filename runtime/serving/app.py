@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from runtime.errors import AutotuneError
 from runtime.llm.engine import Engine
+from runtime.llm.intake import lacks_tokenizer
 from runtime.llm.stream import Stream
 from runtime.serving.answers import ChatShape, CompletionShape, Events, Shape, TokenText, frame, usage_of
 from runtime.serving.errors import ApiError, api_error, bad_input, validation_error
@@ -55,6 +57,7 @@ class Api:
         self.metrics = ServingMetrics(engine, served_name=self.name, regime=regime)
         self.lifecycle = Lifecycle()
         self._keep = (self.metrics.fold, *keep)
+        self._keeping = threading.Lock()
         self._failing: set[Callable[[], None]] = set()  # of them
         self._created = int(time.time())
         tokenizer = engine.model.tokenizer
@@ -140,6 +143,9 @@ class Api:
 
     def _chat_tokens(self, messages: Sequence[Message]) -> list[int]:
         tokenizer = self.engine.model.tokenizer
+        if tokenizer is None:
+            said = f"messages: {lacks_tokenizer(self.engine.model)}; give a list of token ids to /v1/completions"
+            raise ApiError(400, said, param="messages")
         if not isinstance(tokenizer, ChatTokenizer):
             raise ApiError(400, f"messages: {self.name} has no chat template; use /v1/completions", param="messages")
         try:
@@ -199,15 +205,16 @@ class Api:
 
     def _keep_all(self) -> None:
         """A full disk under one of them must not keep the others from theirs, nor the server from serving."""
-        for keep in self._keep:
-            try:
-                keep()
-            except Exception as error:
-                if keep not in self._failing:
-                    log.error("housekeeping fails; the server goes on, and tries again: %s", error)
-                self._failing.add(keep)
-            else:
-                self._failing.discard(keep)
+        with self._keeping:  # the last pass, at shutdown, waits for one that has begun
+            for keep in self._keep:
+                try:
+                    keep()
+                except Exception as error:
+                    if keep not in self._failing:
+                        log.error("housekeeping fails; the server goes on, and tries again: %s", error)
+                    self._failing.add(keep)
+                else:
+                    self._failing.discard(keep)
 
 
 def create_app(api: Api) -> FastAPI:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -65,13 +66,21 @@ CPU = Backend(
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The fastest that ``device`` has: on CUDA our kernels, or PyTorch's own operations where there is no Triton."""
+    """The fastest that ``device`` has: on CUDA our kernels, or PyTorch's own operations where there is no Triton, or none that
+    starts."""
     if device.type == "cpu":
         return CPU
-    if device.type != "cuda":
-        return PLAIN
+    return _cuda() if device.type == "cuda" else PLAIN
+
+
+@cache
+def _cuda() -> Backend:
+    """For the life of the process, and what is missing is said once."""
     try:
         from runtime.torch_backend.cuda.backend import CUDA
+        from runtime.torch_backend.cuda.language import need_driver
+
+        need_driver()
     except MissingTritonError as error:
         log.warning("%s; until then PyTorch's own operations run, at several times the cost", error)
         return PLAIN

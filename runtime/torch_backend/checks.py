@@ -13,7 +13,7 @@ from runtime.errors import ModelError, UnsupportedModelError
 SUPPORTED = "supported: see docs/reference/models.md"
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_WHOLE, _INDEX, _OTHER_INDEX = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"
+_LOADED = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def check_directory(path: Path) -> None:
@@ -29,15 +29,14 @@ def check_directory(path: Path) -> None:
     config = _read_json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"model {path}: config.json has no model_type")
-    loaded = any((path / name).exists() for name in (_WHOLE, _INDEX))  # then transformers never looks at the other
-    for name in (_INDEX,) if loaded else (_OTHER_INDEX,):
-        if (path / name).exists():
-            listed = _read_json(path / name).get("weight_map")
-            if not isinstance(listed, dict) or not listed:
-                raise ModelError(f"model {path}: {name} has no weight_map")
-            absent = sorted({file for file in listed.values() if not (path / str(file)).exists()})
-            if absent:
-                raise ModelError(f"model {path}: {len(absent)} weight files are missing, such as {absent[0]}")
+    loaded = next((name for name in _LOADED if (path / name).is_file()), "")  # transformers loads it, and no other
+    if loaded.endswith(".index.json"):
+        listed = _read_json(path / loaded).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise ModelError(f"model {path}: {loaded} has no weight_map")
+        absent = sorted({file for file in listed.values() if not (path / str(file)).exists()})
+        if absent:
+            raise ModelError(f"model {path}: {len(absent)} weight files are missing, such as {absent[0]}")
     if not any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         raise ModelError(f"model {path}: no weights in it (*.safetensors or pytorch_model*.bin)")
 

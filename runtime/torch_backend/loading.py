@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from runtime.errors import InputError, ModelError, UnsupportedModelError
@@ -42,6 +42,9 @@ _PROCESSORS: Mapping[str, Any] = {
 }  # fmt: skip
 """Fields of a generation config that change greedy texts, too, and the value of each that changes nothing."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+"""Names of files that make a tokenizer."""
+_LONGEST = 300  # characters of why it cannot be loaded
 UNSTATED_CONTEXT = 4096  # tokens, for a model whose config names no length
 _HUB_TIMEOUT_S = 5.0
 
@@ -51,12 +54,12 @@ class LoadedModel:
     """A model ready to run.
 
     ``model`` is in eval mode, on ``device``, in ``dtype``. It belongs to the engines that run it, which lay it out for
-    serving; :func:`from_model` leaves a model of yours as it is. ``tokenizer`` None: prompts are token ids. ``name``: what
-    errors and records of measurements call it. ``architecture`` is transformers' model type, ``parameters`` how many there
-    are. ``vocab_size`` is the width of its logits, ``max_model_len`` the most tokens (prompt + output) of one request,
-    ``eos_token_ids`` what ends a text (may be empty). ``kv_bytes_per_token`` counts all ``kv_layers``, kept in
-    ``kv_cache_dtype``. ``layers`` is how many the config names. ``sampling_defaults``: what its generation config says of
-    temperature and the like.
+    serving; :func:`from_model` leaves a model of yours as it is. ``tokenizer`` None: prompts are token ids.
+    ``tokenizer_error``: why one that comes with the model cannot be loaded, else empty. ``name``: what errors and records
+    of measurements call it. ``architecture`` is transformers' model type, ``parameters`` how many there are. ``vocab_size``
+    is the width of its logits, ``max_model_len`` the most tokens (prompt + output) of one request, ``eos_token_ids`` what
+    ends a text (may be empty). ``kv_bytes_per_token`` counts all ``kv_layers``, kept in ``kv_cache_dtype``. ``layers`` is
+    how many the config names. ``sampling_defaults``: what its generation config says of temperature and the like.
     """
 
     model: PreTrainedModel
@@ -74,6 +77,7 @@ class LoadedModel:
     layers: int
     sampling_defaults: Mapping[str, float]
     kv_cache_dtype: str = "auto"
+    tokenizer_error: str = ""
 
     @property
     def info(self) -> ModelInfo:
@@ -168,7 +172,10 @@ def load_model(
         raise ModelError(
             f"model {name}: {len(misfit)} of its weights in its files have another shape, such as {misfit[0]}"
         )
-    return _ready(model, _tokenizer_of(source, options), name, max_model_len, kv_cache_dtype)
+    tokenizer, why = _tokenizer_of(source, local, options)
+    if why:
+        log.warning("model %s: its tokenizer cannot be loaded, so prompts must be token ids: %s", name, why)
+    return _ready(model, tokenizer, name, max_model_len, kv_cache_dtype, tokenizer_error=why)
 
 
 def from_model(
@@ -203,6 +210,8 @@ def _ready(
     name: str | None,
     max_model_len: int | None,
     kv_cache_dtype: str,
+    *,
+    tokenizer_error: str = "",
 ) -> LoadedModel:
     """As :func:`from_model`, of a model that nobody else has."""
     config = model.config
@@ -241,6 +250,7 @@ def _ready(
         layers=text.num_hidden_layers,
         sampling_defaults=sampling,
         kv_cache_dtype=kv_cache_dtype,
+        tokenizer_error=tokenizer_error,
     )
 
 
@@ -350,12 +360,23 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, 
     return tuple(found)
 
 
-def _tokenizer_of(source: str, options: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer that comes with the model, or None: it can still be given token ids."""
+def _tokenizer_of(source: str, local: bool, options: Mapping[str, Any]) -> tuple[Tokenizer | None, str]:
+    """The tokenizer that comes with the model, or None: it can still be given token ids. And why one that is there cannot be
+    loaded: its files are damaged, or a library they need is missing."""
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(source, **options))
-    except Exception:  # no tokenizer files, or a library they need is missing: transformers raises anything here
-        return None
+        return Tokenizer(AutoTokenizer.from_pretrained(source, **options)), ""
+    except Exception as error:  # transformers raises anything here, and the like where there are no files of one
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+    folder = Path(source) if local else _cached(source, options.get("revision"))
+    if folder is None or not any(file for pattern in _TOKENIZERS for file in folder.glob(pattern)):
+        return None, ""
+    return None, why if len(why) <= _LONGEST else why[: _LONGEST - 1] + "…"
+
+
+def _cached(source: str, revision: str | None) -> Path | None:
+    """The folder that holds what has been downloaded of a model on the hub."""
+    config = try_to_load_from_cache(source, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _unreadable(name: str, local: bool, options: Mapping[str, Any], error: Exception) -> ModelError:

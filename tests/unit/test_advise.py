@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,18 +17,22 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from autotune.advise.advice import advice, cautions, live
+from autotune.advise.advice import advice, cautions, live, startable, without_counterpart
 from autotune.advise.traffic import Histogram as Counted
 from autotune.advise.traffic import Traffic
 from autotune.cli.main import run
-from autotune.engines.named import engine_named, engine_of_metrics
+from autotune.cli.simulation_options import by_knobs
+from autotune.engines.named import _ENGINES, engine_named, engine_of_metrics
+from autotune.export import TARGETS
 from autotune.measure.evaluate import EvaluationError
 from autotune.profile import Point, save_profile
 from autotune.report.profile_table import EVERY_PURPOSE
 from autotune.workload import parse_workload
 from runtime.errors import InputError
+from runtime.knobs import Knobs
 from runtime.serving.scrape import Scrape, scrape
 from runtime.slo import SLO
 from tests.unit.profiles import profile
@@ -449,7 +454,7 @@ def test_a_setting_that_meets_the_slo_goes_before_one_that_serves_more() -> None
         return other.model_copy(update=found)
 
     def said(*of: Point) -> list[str]:
-        return list(advice(of, slo, (), "autotune export p --for"))
+        return list(advice(of, slo, (), lambda purpose: f"autotune export p --for {purpose}"))
 
     keep = ["Keep the settings it has: no other serves 2% more of this traffic within the SLO, simulated."]
     now = point("now", 95, 10.0)
@@ -468,6 +473,47 @@ def test_a_setting_that_meets_the_slo_goes_before_one_that_serves_more() -> None
     assert said(point("now", 0, 0.0), point("throughput", 0, 0.0)) == [
         "No setting serves a request of this traffic within the SLO, simulated."
     ]
+
+
+def test_the_command_that_is_printed_runs_and_writes_what_was_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has no wait window: settings are simulated without it, and their export says that it drops it."""
+    monkeypatch.setattr("autotune.cli.advise._INTERVAL_S", 0.05)
+    monkeypatch.chdir(tmp_path)
+    measured = profiled()
+    assert [setting.knobs.max_wait_ms for setting in measured.settings.values()] == [0, 0, 5]
+    others = {name: setting for name, setting in measured.settings.items() if name == "throughput"}
+    knobs = others["throughput"].knobs
+    save_profile(measured.model_copy(update={"settings": others}), tmp_path / "waits.yaml")
+    words = ["--watch", "1s", "--seeds", "1", "--requests", "200", "--slo", "tpot=30ms", "--json"]
+    now = ["--now", "max_batch_size=1,token_budget=16"]
+    with serving(Server(each=30)) as url:
+        assert run(["advise", url, "waits.yaml", *words, *now]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert [one["label"] for one in found["settings"]] == ["now", "throughput"]
+    assert Knobs(**found["settings"][1]["knobs"]) == knobs.with_(max_wait_ms=0)
+    assert "note: throughput is simulated without max_wait_ms: vLLM has no such setting" in found["advice"]
+    program, *exporting = shlex.split(found["advice"][-1])
+    assert program == "autotune" and run(exporting) == 0
+    written = yaml.safe_load((tmp_path / "vllm.yaml").read_text(encoding="utf-8"))
+    assert written["max-num-seqs"] == knobs.max_batch_size
+
+
+def test_settings_that_differ_in_what_is_left_out_are_one() -> None:
+    waits = Knobs(max_batch_size=32, max_wait_ms=5, token_budget=256, chunk_size=256)
+    measured = profiled()
+    balanced = measured.settings["balanced"]
+    others = {"balanced": balanced, "throughput": balanced.model_copy(update={"knobs": waits})}
+    measured = measured.model_copy(update={"settings": others})
+    dropped = without_counterpart(measured, TARGETS["vllm"])
+    assert dropped == {"balanced": [], "throughput": ["max_wait_ms"]}
+    assert by_knobs(startable(measured, dropped)) == {"balanced, throughput": balanced.knobs}
+
+
+def test_what_is_advised_can_be_exported_for_each_engine_with_metrics() -> None:
+    named = {name for name in _ENGINES if engine_named(name).metrics is not None}
+    assert named and named <= TARGETS.keys()
 
 
 def test_only_an_engine_with_metrics_of_its_own_is_found_by_them() -> None:

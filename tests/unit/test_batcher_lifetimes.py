@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from runtime import Batcher, batch
-from tests.unit.batcher_doubles import Gated
+from runtime.batching.strategies import Dynamic
+from tests.unit.batcher_doubles import Gated, double
 
 
 class Model:
@@ -128,3 +129,95 @@ def test_a_forgotten_batcher_of_an_async_function_stops_its_loop() -> None:
     for thread in mine:
         thread.join(30)
         assert not thread.is_alive(), thread.name
+
+
+class Locked(Dynamic):
+    """A strategy that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_strategy_that_cannot_be_copied_serves_one_instance() -> None:
+    class Model:
+        @batch(strategy=Locked())
+        def times(self, items: list[int]) -> list[int]:
+            return [2 * item for item in items]
+
+    first, second = Model(), Model()
+    assert first.times(1) == 2 and first.times(2) == 4
+    with pytest.raises(
+        TypeError, match=r"@batch on times: strategy is .*Locked.* cannot be copied .*another instance has it"
+    ):
+        second.times(1)
+    assert first.times(3) == 6
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_map_within_its_own_function_is_told_that_it_would_wait_for_itself(ordered: bool) -> None:
+    def own(items: list[int]) -> list[Any]:
+        return [list(b.map([item - 1], ordered=ordered)) if item else 0 for item in items]
+
+    with Batcher(own) as b:
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            b.submit(1).result(30)
+        assert b.submit(0).result(30) == 0
+
+
+def test_functions_are_closed_once_by_whoever_comes_first() -> None:
+    with Batcher(double) as b:
+        closed: list[str] = []
+        inside, on = threading.Event(), threading.Event()
+
+        def close() -> None:
+            closed.append(threading.current_thread().name)
+            inside.set()
+            assert on.wait(30)
+
+        b._pool._close = close
+        closing = [threading.Thread(target=b.close, name=name) for name in ("first", "second")]
+        closing[0].start()
+        assert inside.wait(30)
+        closing[1].start()
+        closing[1].join(0.05)
+        assert closing[1].is_alive(), "it waits until they are closed"
+        on.set()
+        for thread in closing:
+            thread.join(30)
+    assert closed == ["first"]
+
+
+def test_close_ends_though_the_last_items_time_out_with_the_last_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing will wake the one who keeps time after that."""
+    b = Batcher(double)
+    pool = b._pool
+    assert b.submit(1, timeout_s=60).result(30) == 2
+    expired = [object()]
+    monkeypatch.setattr(pool.core, "expire", lambda now: [])
+    b._pool.stop(drain=True)
+    for thread in pool.threads():
+        thread.join(30)
+    monkeypatch.setattr(pool.core, "expire", lambda now: expired)
+    monkeypatch.setattr(pool, "_end_early", lambda ended: None)
+    assert not pool._tick()
+    b.close()
+
+
+def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def scarce(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", scarce)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Batcher(double, concurrency=3)
+    assert len(started) == 2
+    for thread in started:
+        thread.join(30)
+        assert not thread.is_alive()

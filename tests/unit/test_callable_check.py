@@ -78,6 +78,25 @@ def test_one_that_is_slower_for_some_sizes_is_stale(made: CallableProfile) -> No
     assert "calls of 32 items" in found.sentence and "slower than the profile" in found.sentence
 
 
+def test_a_size_of_one_group_is_known_no_better_than_the_formula(made: CallableProfile) -> None:
+    """As where the time for calibrating was over: how far that one is off cannot be seen."""
+    service = made.service
+    once = [group for group in service.groups if group.items == 32][:1]
+    groups = (*(group for group in service.groups if group.items != 32), *once)
+    profile = made.model_copy(update={"service": service.model_copy(update={"groups": groups, "error": 0.25})})
+    ticking = Ticking(0.020, 0.002, 0.0001)
+
+    def steeper(items: Sequence[str]) -> list[str]:
+        ticking.now += 0.06 if len(items) == 32 else 0.0  # of about 0.4 s
+        return ticking(items)
+
+    found = checked(profile, steeper, ticking.clock)
+    assert [region.model for region in found.regions][-1] == 0.25
+    assert found.verdict == "fits" and found.sentence.endswith("(of calls of 32 items its cost model knows too little)")
+    ticking = Ticking(0.020, 0.006, 0.0003)
+    assert checked(profile, ticking, ticking.clock).regions[-1].verdict == "stale", "thrice as long is beyond that"
+
+
 def test_noise_is_told_from_change(made: CallableProfile) -> None:
     ticking, dice = Ticking(0.020, 0.002, 0.0001), random.Random(4)
 

@@ -361,6 +361,13 @@ def test_small_work_wakes_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operations.threads_for(1 << 20) == 8
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_nothing_is_compiled_but_on_linux(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.torch_backend.cpu.compiled.sys.platform", system)
+    with pytest.raises(ValueError, match=f"they are compiled on Linux only, not on {system}"):
+        library()
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a flag of GCC for x86")
 def test_processors_without_wide_vectors_are_refused() -> None:
     with pytest.raises(subprocess.CalledProcessError) as raised:

@@ -248,6 +248,13 @@ def test_the_readme_names_every_knob_and_is_short() -> None:
     assert len(README.splitlines()) <= 110, "a screen and a half: what is longer belongs into docs/"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_a_page_that_asks_for_a_compiler_says_for_which_machines(page: str) -> None:
+    """Those that :func:`runtime.torch_backend.cpu.compiled.library` compiles for."""
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert "On Linux on an x86 CPU with AVX" in text
+
+
 def test_every_page_is_reachable_from_the_readme() -> None:
     """By links from page to page."""
     seen, ahead = set(), [ROOT / "README.md"]

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -267,3 +268,42 @@ def test_a_request_whose_queueing_kills_the_thread_hears_of_it(monkeypatch: pyte
         stream.result(timeout=30)
     assert not engine.cancel(stream.request_id)
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_answer_whose_last_token_is_lost_with_the_thread_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor()
+    engine = Engine(FakeModel(), executor=executor, kv_tokens=512)
+    b = Bench(engine, executor)
+    (stream,) = b.decoding(1, max_tokens=4)
+
+    recorded = engine._core._record
+
+    def broken(*of: Any) -> Any:
+        if engine._core.undelivered:
+            raise ThreadDies("behind the end of a request")
+        return recorded(*of)
+
+    monkeypatch.setattr(engine._core, "_record", broken)
+    executor.go()
+    with pytest.raises(EngineClosedError, match="ThreadDies"):
+        stream.result(timeout=30)
+    assert len(stream.token_ids) == 3
+    record = b.heard.request()
+    assert record.reason is FinishReason.ERROR and "ThreadDies" in record.cause
+    engine.close()
+
+
+def test_ctrl_c_within_a_submit_costs_nobody_else_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            if key == "mine":
+                raise KeyboardInterrupt
+            super().__setitem__(key, value)
+
+    with bench() as b:
+        monkeypatch.setattr(b.engine._loop, "_live", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            b.engine.submit("a", request_id="mine", max_tokens=3)
+        b.heard.request()
+        assert len(b.engine.submit("b", request_id="other", max_tokens=3).result(timeout=30).token_ids) == 3

@@ -124,6 +124,20 @@ def test_a_thread_goes_on_reading_after_an_event_loop_that_gave_up(waits: bool) 
         assert found == [20]
 
 
+def test_a_thread_that_reads_a_backlog_is_a_reader_whatever_event_loop_was_one() -> None:
+    with bench() as b:
+        (stream,) = b.decoding(1, max_tokens=20)
+        loop = asyncio.new_event_loop()
+        with pytest.raises(TimeoutError):
+            loop.run_until_complete(asyncio.wait_for(stream.aresult(), 0.01))
+        tokens = iter(stream)
+        next(tokens)  # one that has come
+        loop.close()
+        b.step()
+        b.executor.go()
+        assert len(list(tokens)) == 19
+
+
 def test_an_event_loop_that_ends() -> None:
     """Its readers wait for ever; the engine notices, cancels their requests and goes on."""
     with bench() as b:

@@ -82,6 +82,12 @@ def test_without_a_tokenizer() -> None:
             b.engine.submit("text")
         with pytest.raises(ValueError, match="no tokenizer; use stop_token_ids"):
             b.engine.submit([1], stop="x")
+    with bench(model=FakeModel(tokenizer=None, tokenizer_error="OSError: damaged")) as b:
+        why = r"the tokenizer of fake cannot be loaded \(OSError: damaged\); "
+        with pytest.raises(ValueError, match=f"{why}give it as a list of token ids"):
+            b.engine.submit("text")
+        with pytest.raises(ValueError, match=f"{why}use stop_token_ids"):
+            b.engine.submit([1], stop="x")
 
 
 def test_options_of_submit() -> None:

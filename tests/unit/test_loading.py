@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from runtime import Engine
 from runtime.errors import InputError, ModelError, UnsupportedModelError
+from runtime.torch_backend import loading
 from runtime.torch_backend.checks import check_directory
 from runtime.torch_backend.loading import from_model, load_model
 from runtime.torch_backend.self_test import self_test
@@ -47,7 +49,65 @@ def test_without_a_tokenizer_it_takes_token_ids(model_dir: Path) -> None:
     for file in model_dir.glob("tokenizer*"):
         file.unlink()
     loaded = load_model(str(model_dir), dtype="float32", device="cpu")
-    assert loaded.tokenizer is None and loaded.eos_token_ids == (7,)
+    assert loaded.tokenizer is None and loaded.eos_token_ids == (7,) and loaded.tokenizer_error == ""
+
+
+def _damaged(path: Path) -> None:
+    (path / "tokenizer.json").write_text("{")
+
+
+def _without_its_vocabulary(path: Path) -> None:
+    (path / "tokenizer.json").unlink()
+
+
+def _of_a_library_that_is_missing(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    (path / "tokenizer.model").write_bytes(b"junk")
+
+
+@pytest.mark.parametrize(
+    ("breaking", "why"),
+    [
+        (_damaged, "JSONDecodeError: Expecting property name"),
+        (_without_its_vocabulary, "ValueError: Couldn't instantiate the backend tokenizer"),
+        (_of_a_library_that_is_missing, "ValueError: "),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_not_none_at_all(
+    model_dir: Path, breaking: Callable[[Path], None], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    breaking(model_dir)
+    loaded = load_model(str(model_dir), dtype="float32", device="cpu")
+    assert loaded.tokenizer is None and loaded.tokenizer_error.startswith(why) and len(loaded.tokenizer_error) <= 300
+    (said,) = [text for text in caplog.messages if "its tokenizer cannot be loaded" in text]
+    assert said.startswith(f"model {model_dir}: ") and said.endswith(f"token ids: {loaded.tokenizer_error}")
+    assert "\n" not in said
+    engine = Engine(loaded, kv_tokens=64)
+    with engine, pytest.raises(ValueError, match=r"the tokenizer of .* cannot be loaded \(\w+Error: "):
+        engine.submit("text")
+
+
+def test_a_tokenizer_of_the_hub_is_looked_for_where_it_was_downloaded_to(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no such thing")
+
+    asked: list[tuple[str, str, str | None]] = []
+
+    def cached(repo: str, file: str, *, revision: str | None) -> str | None:
+        asked.append((repo, file, revision))
+        return str(model_dir / "config.json") if revision else None
+
+    monkeypatch.setattr("runtime.torch_backend.loading.AutoTokenizer.from_pretrained", broken)
+    monkeypatch.setattr(loading, "try_to_load_from_cache", cached)
+    assert loading._tokenizer_of("me/mine", False, {"revision": "v2"}) == (None, "OSError: no such thing")
+    assert loading._tokenizer_of("me/mine", False, {}) == (None, ""), "nothing is known of its files"
+    assert asked == [("me/mine", "config.json", "v2"), ("me/mine", "config.json", None)]
+    for file in model_dir.glob("tokenizer*"):
+        file.unlink()
+    assert loading._tokenizer_of("me/mine", False, {"revision": "v2"}) == (None, "")
 
 
 def test_pytorch_bin_weights(model_dir: Path) -> None:
@@ -90,11 +150,14 @@ def _truncated_weights(path: Path) -> None:
 
 
 def _missing_shard(path: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    first = "model-00001-of-00002.safetensors"
+    (path / "model.safetensors").rename(path / first)
+    index = {"weight_map": {"a": first, "b": "model-00002-of-00002.safetensors"}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _corrupt_index(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
     (path / "model.safetensors.index.json").write_text("oops")
 
 
@@ -138,6 +201,17 @@ def test_an_index_of_files_that_are_not_loaded_is_left_alone(model_dir: Path) ->
         path.unlink()
     with pytest.raises(ModelError, match="1 weight files are missing, such as pytorch_model-00001"):
         check_directory(model_dir)
+
+
+def test_a_whole_file_is_loaded_and_a_stale_index_beside_it_is_not_looked_at(model_dir: Path) -> None:
+    shards = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        (model_dir / index).write_text(json.dumps(shards))
+        check_directory(model_dir)
+    for path in model_dir.glob("*.safetensors*"):
+        path.unlink()
+    (model_dir / "pytorch_model.bin").write_bytes(b"")
+    check_directory(model_dir)
 
 
 def test_no_such_directory(tmp_path: Path) -> None:

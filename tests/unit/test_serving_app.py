@@ -236,6 +236,15 @@ async def test_a_model_without_a_chat_template() -> None:
     assert "use /v1/completions" in answer.json()["error"]["message"]
 
 
+async def test_a_chat_without_a_tokenizer_says_why_there_is_none() -> None:
+    why = "the tokenizer of fake cannot be loaded (OSError: damaged)"
+    for error, said in (("", "fake has no tokenizer"), ("OSError: damaged", why)):
+        async with served(model=FakeModel(tokenizer=None, tokenizer_error=error)) as (client, _):
+            answer = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(f"messages: {said}; ")
+
+
 async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
     async with served(max_queue=1) as (client, b):
         b.executor.hold()
@@ -432,3 +441,24 @@ async def test_housekeeping_that_fails_is_tried_again_and_keeps_nobody_else_from
                 await asyncio.sleep(0.01)
     assert calls.count("full") >= 3
     assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 1
+
+
+async def test_the_last_housekeeping_waits_for_one_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the file of records is closed while it writes."""
+    monkeypatch.setattr("runtime.serving.app.HOUSEKEEPING_S", 0.01)
+    begun, inside = threading.Event(), list[int]()
+    beside: list[int] = []
+
+    def slow() -> None:
+        inside.append(0)
+        beside.append(len(inside))
+        begun.set()
+        time.sleep(0.1)
+        inside.pop()
+
+    with bench() as b:
+        api = Api(b.engine, keep=(slow,))
+        async with api.lifespan(create_app(api)):
+            await asyncio.to_thread(begun.wait, 30)
+        assert not inside
+    assert len(beside) >= 2 and set(beside) == {1}

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -24,7 +25,7 @@ from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
 from autotune.engines.vllm.serving import Options
 from autotune.engines.vllm.steering import Steering
 from autotune.engines.vllm.tuning import TunableScheduler
-from autotune.profile import save_profile
+from autotune.profile import Profile, save_profile
 from autotune.profile.serving import prefill_rate
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
@@ -126,7 +127,9 @@ def test_the_command_names_scheduler_middleware_and_ceilings() -> None:
     )
     made = command.arguments()
     assert made[:4] == ["serve", "./model", "--scheduler-cls", "autotune.engines.vllm.Scheduler"]
-    assert command.environment() == {"AUTOTUNE_SLO": "ttft=500ms,tpot=50ms", "AUTOTUNE_REJECT_LATE": "1"}
+    environment = command.environment()
+    assert {"AUTOTUNE_SLO", "AUTOTUNE_PROFILE"} < set(environment.pop("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY").split(","))
+    assert environment == {"AUTOTUNE_SLO": "ttft=500ms,tpot=50ms", "AUTOTUNE_REJECT_LATE": "1"}
     assert "--additional-config" not in made, "by which vLLM's compiled code is stored"
     assert made[made.index("--middleware") + 1] == "autotune.engines.vllm.RejectionStatus"
     assert made[made.index("--max-num-batched-tokens") + 1] == "2048"
@@ -137,13 +140,40 @@ def test_the_command_names_scheduler_middleware_and_ceilings() -> None:
 
 def test_options_survive_the_environment() -> None:
     made = Options(
-        slo="ttft=500ms", classes=("a:ttft=1s*2", "b:tpot=3ms"), log="a b.jsonl", reject_late=True, off=True,
-        pinned={"token_budget": 512, "max_wait_ms": 2.5},
+        slo="ttft=500ms", classes=("a:ttft=1s, tpot=2 ms *2", "ä;b:tpot=3ms"), log="a b.jsonl", reject_late=True, off=True,
+        pinned={"token_budget": 512, "max_wait_ms": 0.00001},
     )  # fmt: skip
     assert Options.read(ServeCommand("m", made).environment(), None) == made
-    for wrong in ("token_budget", "token_budget=", "token_budget=x"):
+    for wrong in ("token_budget", "token_budget=", "token_budget=x", "{"):
         with pytest.raises(InputError, match=f"AUTOTUNE_PINNED is '{wrong}'; it must be"):
             Options.read({"AUTOTUNE_PINNED": wrong}, None)
+
+
+def test_variables_written_by_hand_are_read_as_documented() -> None:
+    plain = {
+        "AUTOTUNE_CLASSES": "chat:ttft=300ms*2;[batch]:ttft=10s  a:ttft=1s",
+        "AUTOTUNE_PINNED": "token_budget=512, max_wait_ms=1e-05",
+    }
+    read = Options.read(plain, None)
+    assert read.classes == ("chat:ttft=300ms*2", "[batch]:ttft=10s", "a:ttft=1s")
+    assert read.pinned == {"token_budget": 512, "max_wait_ms": 1e-05}
+    assert type(read.pinned["token_budget"]) is int
+    assert Options.read({"AUTOTUNE_CLASSES": "[batch]:ttft=10s"}, None).classes == ("[batch]:ttft=10s",)
+    assert Options.read({"AUTOTUNE_PINNED": '{"token_budget": 512}'}, None).pinned == {"token_budget": 512}
+
+
+@pytest.mark.parametrize("theirs", ["", "MINE, B", "AUTOTUNE_SLO,MINE", ","])
+def test_engine_cores_on_ray_get_the_options(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the operator has vLLM hand to them. vLLM compiles anew for another list: it is that of any options."""
+    name = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+    monkeypatch.setenv(name, theirs)
+    found = ServeCommand("m", Options()).environment()
+    assert list(found) == [name]
+    assert ServeCommand("m", Options(slo="ttft=1s", off=True)).environment()[name] == found[name]
+    named = found[name].split(",")
+    assert len(named) == len(set(named)) and all(named)
+    ours = {f"AUTOTUNE_{field.name.upper()}" for field in fields(Options)}
+    assert set(named) == ours | {word.strip() for word in theirs.split(",") if word.strip()}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +207,11 @@ def test_the_limit_of_queued_tokens_is_that_of_one_api_server(more: str, tokens:
     assert made[made.index("--max-num-queued-tokens") + 1] == str(tokens)
 
 
+def named_on_the_hub(measured: Profile) -> Profile:
+    """The same of a model that vLLM can find: it has no presets."""
+    return measured.model_copy(update={"model": measured.model.model_copy(update={"name": "me/model"})})
+
+
 @pytest.mark.parametrize(
     ("model", "rejects", "limited"), [(None, True, True), (None, False, False), ("./another", True, False)]
 )
@@ -184,7 +219,7 @@ def test_a_profile_limits_queued_tokens_of_its_own_model(
     model: str | None, rejects: bool, limited: bool, ran: Ran, tmp_path: Path
 ) -> None:
     """Steps of another one say nothing of how fast it is."""
-    measured = profiled()
+    measured = named_on_the_hub(profiled())
     save_profile(measured, tmp_path / "p.yaml")
     words = f"serve --engine vllm --profile {tmp_path / 'p.yaml'} --anyway {model or ''}"
     with pytest.raises(SystemExit):
@@ -209,15 +244,49 @@ def test_a_profile_limits_queued_tokens_of_its_own_model(
         ),  # its default
         (("./m", "--slo", "ttft=1s", "--", "--swap-space", "4"), "--swap-space 4 is of vLLM's options; they go with"),
         (("./m", "--engine", "sglang"), "--engine is sglang; it must be own or vllm"),
+        (
+            ("tiny", "--engine", "vllm", "--slo", "ttft=1s"),
+            "MODEL: tiny is a preset of this project's own engine; vLLM takes a directory or a hub id, or a directory that "
+            "holds a config.json alone with --load-format dummy after --",
+        ),
+        (
+            ("--engine", "vllm", "--profile", "cpu-2core-tiny", "--anyway"),
+            "MODEL: tiny is a preset of this project's own engine",
+        ),
+        (
+            ("cpu-2core-tiny", "--engine", "vllm", "--slo", "ttft=1s"),
+            "MODEL is cpu-2core-tiny, a profile; it must be a directory or a hub id; --profile takes profiles",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line(
-    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], ran: Ran
 ) -> None:
-    monkeypatch.setattr(named, "find_spec", lambda name: object())
-    assert run(["serve", *words]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert run(["serve", *words]) == 2 and not ran
+    err = [line for line in capsys.readouterr().err.splitlines(keepends=True) if not line.startswith("note: ")]
+    assert len(err) == 1 and err[0].startswith("error: ") and says in err[0]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "own"])
+def test_a_profile_is_no_model(
+    engine: str, ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_profile(profile(), tmp_path / "mine.yaml")
+    assert run(["serve", "mine.yaml", "--engine", engine, "--slo", "ttft=1s"]) == 2 and not ran
+    assert capsys.readouterr().err.startswith("error: MODEL is mine.yaml, a profile; it must be a directory or a hub")
+
+
+def test_a_directory_may_be_called_as_a_preset_or_a_profile(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "cpu-2core-tiny"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(SystemExit):
+            run(["serve", name, "--engine", "vllm", "--slo", "ttft=1s"])
+        _, words, _ = ran.pop()
+        assert words[words.index("serve") + 1] == name
 
 
 def test_without_vllm_it_says_what_to_install(
@@ -261,13 +330,13 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
         run([
             "serve", "./m", "--engine", "vllm", "--slo", "ttft=500ms", "--token-budget", "64", "--port", "9000",
             "--decisions", "d.jsonl", "--grace", "2.5", "--kv-cache-dtype", "fp8",
-            "--class", "chat:ttft=300ms", "--", "--enforce-eager",
+            "--class", "chat:ttft=300ms, tpot=50ms", "--", "--enforce-eager",
         ])  # fmt: skip
     ((program, words, environment),) = ran
     assert words[0] == program and words[-1] == "--enforce-eager"
     assert environment == {
-        "AUTOTUNE_SLO": "ttft=500ms@99%", "AUTOTUNE_CLASSES": "chat:ttft=300ms", "AUTOTUNE_LOG": str(log),
-        "AUTOTUNE_PINNED": "token_budget=64",
+        "AUTOTUNE_SLO": "ttft=500ms@99%", "AUTOTUNE_CLASSES": '["chat:ttft=300ms, tpot=50ms"]', "AUTOTUNE_LOG": str(log),
+        "AUTOTUNE_PINNED": '{"token_budget": 64}',
     }  # fmt: skip
     assert words[words.index("--shutdown-timeout") + 1] == "3" and words[words.index("--port") + 1] == "9000"
     assert words[words.index("--kv-cache-dtype") + 1] == "fp8"
@@ -299,7 +368,8 @@ def test_secrets_are_passed_and_not_printed(
 
 @pytest.mark.parametrize("name", ["vllm", "autotune-runtime"])
 def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran, tmp_path: Path) -> None:
-    measured, options = profile(), {"enforce_eager": "true", "enable_prefix_caching": "False", "load_format": "dummy"}
+    measured = named_on_the_hub(profile())
+    options = {"enforce_eager": "true", "enable_prefix_caching": "False", "load_format": "dummy"}
     engine = measured.engine.model_copy(update={"name": name, "options": options})
     save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
     with pytest.raises(SystemExit):
@@ -315,7 +385,8 @@ def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran,
 
 
 def test_an_option_takes_the_place_of_a_profile_s_argument(ran: Ran, tmp_path: Path) -> None:
-    measured, options = profile(), {"kv_cache_dtype": "fp8_e5m2", "max_model_len": "512", "dtype": "half"}
+    measured = named_on_the_hub(profile())
+    options = {"kv_cache_dtype": "fp8_e5m2", "max_model_len": "512", "dtype": "half"}
     engine = measured.engine.model_copy(update={"name": "vllm", "options": options})
     save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
     with pytest.raises(SystemExit):
@@ -367,7 +438,7 @@ def test_knobs_given_by_hand_are_in_reach_and_without_a_controller_in_force(
 
 def test_without_a_controller_a_profile_s_setting_is_in_force(ran: Ran, tmp_path: Path) -> None:
     """And not the ceilings that vLLM was measured with."""
-    measured = profile()
+    measured = named_on_the_hub(profile())
     options = {
         "max_num_batched_tokens": "4096",
         "max_num_seqs": "2000",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final, NoReturn
 
 from autotune.engines.named import ToServe
-from autotune.engines.vllm.named import check_installed, installed_version
+from autotune.engines.vllm.named import check_installed, check_model, installed_version
 from autotune.engines.vllm.scheduler import unfit_version
 from autotune.engines.vllm.serving import Options
 from runtime.errors import InputError
@@ -20,6 +21,9 @@ from runtime.knobs import KnobLimits
 
 SCHEDULER: Final = "autotune.engines.vllm.Scheduler"
 _SECRET: Final = ("--api-key", "--hf-token")
+_TO_RAY: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Which variables vLLM hands to actors of Ray. vLLM compiles anew when it changes: we name all of ours, set or not."""
+_OURS: Final = {field.name: f"AUTOTUNE_{field.name.upper()}" for field in fields(Options)}
 _LEAST_SLOTS: Final = 128
 _LEAST_TOKENS, _MOST_TOKENS = 2048, 16384
 """vLLM's default ceilings are no lower on any CPU or GPU, and no higher."""
@@ -59,9 +63,12 @@ class ServeCommand:
         return [*words, *self.more]
 
     def environment(self) -> dict[str, str]:
-        """``options`` as variables. Not in ``--additional-config``: vLLM compiles anew for each other one."""
+        """``options`` as variables, which engine cores that are actors of Ray get, too. Not in ``--additional-config``: vLLM
+        compiles anew for each other one."""
         given = {name: value for name, value in asdict(self.options).items() if value not in (None, False, (), {})}
-        return {f"AUTOTUNE_{name.upper()}": _as_variable(value) for name, value in given.items()}
+        made = {_OURS[name]: _as_variable(value) for name, value in given.items()}
+        others = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",") if name.strip()]
+        return made | {_TO_RAY: ",".join(dict.fromkeys((*others, *_OURS.values())))}
 
     def _overruled(self, flag: str) -> bool:
         return any(word == flag or word.startswith(f"{flag}=") for word in self.more)
@@ -94,9 +101,9 @@ class ServeCommand:
 
 
 def _as_variable(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ",".join(f"{name}={number}" for name, number in value.items())
-    return "1" if value is True else " ".join(value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, Mapping | tuple):  # in JSON: a class may be written with blanks
+        return json.dumps(value, ensure_ascii=False)
+    return "1" if value is True else str(value)
 
 
 def vllm_program() -> list[str]:
@@ -134,6 +141,7 @@ def serve(requested: ToServe) -> NoReturn:
     """Become the ``vllm serve`` that ``autotune serve`` was asked for. Raises :class:`InputError`."""
     if requested.slo is None:
         raise InputError("--engine vllm tunes vLLM to an SLO: add --slo ttft=500ms,tpot=50ms, or a --profile with one")
+    check_model(requested.model, field="MODEL", dummy="--load-format dummy after --")
     limits = None if requested.profile is None else requested.limits
     arguments = requested.arguments
     if not requested.controlled:

@@ -141,6 +141,7 @@ class _Served:
     """What prompts may be."""
 
     tokenizer: Tokenizer | None = None
+    tokenizer_error = ""
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, float] = MappingProxyType({})
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import psutil
@@ -186,7 +185,7 @@ def load_vllm(
 ) -> NamedVllm:
     """Read what vLLM makes of ``model`` and ``arguments``. Raises :class:`InputError`, one line, for what it cannot serve."""
     check_installed()
-    _check_model(model)
+    check_model(model)
     prepare()
     try:
         arg_utils = importlib.import_module("vllm.engine.arg_utils")
@@ -229,13 +228,17 @@ def load_vllm(
     )
 
 
-def _check_model(model: str) -> None:
+def check_model(model: str, *, field: str = "--model", dummy: str = "--engine-arg load_format=dummy") -> None:
+    """Raise :class:`InputError` for a preset of this project's. ``field``: where it was given; ``dummy``: how vLLM is told there
+    to draw weights."""
+    if "/" in model or os.path.exists(model):  # and what knows the presets takes seconds to import
+        return
     from runtime.torch_backend.presets import PRESETS
 
-    if model in PRESETS and not Path(model).exists():
+    if model in PRESETS:
         raise InputError(
-            f"--model: {model} is a preset of this project's own engine; vLLM takes a directory or a hub id, or a directory "
-            "that holds a config.json alone with --engine-arg load_format=dummy"
+            f"{field}: {model} is a preset of this project's own engine; vLLM takes a directory or a hub id, or a directory "
+            f"that holds a config.json alone with {dummy}"
         )
 
 

@@ -191,18 +191,25 @@ class SteeredRequests:
         return wants or pooled or part or spared or admission.relegates(sequence, verdict)
 
     def _relegate(self, sequence: Sequence) -> None:
-        """Have it go behind those that can still be met, in vLLM's queue too."""
+        """Have it go behind those that can still be met, in vLLM's queue too; once."""
+        if sequence.relegated is not None:
+            return
         self.slack.left(sequence)
         if sequence.state != "waiting":
             put_behind(sequence)
             return
         self.waiting.relegate(sequence)
-        queue, request = self._scheduler.waiting, sequence.data
-        others = len(queue) - 1
-        queue.remove_requests({request})
-        if len(queue) == others:  # else it waits elsewhere for something
-            request.priority = sequence.key
-            queue.add_request(request)
+        request = sequence.data
+        for name in QUEUES:
+            queue = getattr(self._scheduler, name, None)
+            if queue is None:
+                continue
+            others = len(queue) - 1
+            queue.remove_requests({request})
+            if len(queue) == others:  # else it waits in another
+                request.priority = sequence.key
+                queue.add_request(request)
+                return
 
     def reject(
         self,

@@ -24,6 +24,7 @@ worse. What cannot be tuned (another version, a feature) is served by vLLM as it
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -128,7 +129,22 @@ def _numbers(text: str) -> object:
     """Those of ``name=number,…``; ``text`` itself if it is not of that form."""
     try:
         pairs = [word.split("=") for word in text.split(",")]
-        return {name.strip(): float(number) if "." in number else int(number) for name, number in pairs}
+        return {name.strip(): _number(number) for name, number in pairs}
+    except ValueError:
+        return text
+
+
+def _number(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _unpacked(text: str) -> object:
+    """What ``text`` is in JSON, if that is a list or an object; else ``text`` itself."""
+    try:
+        return json.loads(text) if text.startswith(("[", "{")) else text
     except ValueError:
         return text
 
@@ -143,6 +159,8 @@ def _value(name: str, where: str, value: object) -> Any:
         if not isinstance(value, bool | str | int) or text not in _YES + _NO:
             raise InputError(f"{where} is {value!r}; it must be one of {', '.join((*_YES, *_NO[:-1]))}")
         return text in _YES
+    if name in ("classes", "pinned") and isinstance(value, str):
+        value = _unpacked(value)
     if name == "classes":
         made = value.replace(";", " ").split() if isinstance(value, str) else value
         if not isinstance(made, list | tuple) or not all(isinstance(one, str) for one in made):

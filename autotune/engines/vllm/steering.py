@@ -428,12 +428,17 @@ class Steering(SteeredRequests):
         return context
 
     def _note_in_vain(self) -> None:
-        """Of the requests that prompts have yielded to, remember those that did not begin."""
+        """Of the requests that prompts have yielded to, remember those that vLLM passed over: one behind them began, or none did.
+        Those behind the last that began had no room. Nor had preempted ones, which vLLM never passes over, but has in an order of
+        its own."""
         waiting = {name for name in (*self._in_vain, *self._yields_for) if self._waits(name)}
         self._in_vain = {name: step for name, step in self._in_vain.items() if name in waiting}
-        if not self._yields_for or not waiting.issuperset(self._yields_for):  # some began: the others had no room
-            return
-        self._in_vain |= dict.fromkeys(self._yields_for, self._steps_planned + _TRIED_AGAIN)
+        vain = self._yields_for
+        began = [at for at, name in enumerate(vain) if name not in waiting]
+        if began:
+            before = vain[: began[-1]]
+            vain = [name for name in before if name in waiting and not self._by_name[name].preemptions]
+        self._in_vain |= dict.fromkeys(vain, self._steps_planned + _TRIED_AGAIN)
 
     def _waits(self, name: str) -> bool:
         sequence = self._by_name.get(name)

@@ -7,6 +7,8 @@ without Triton.
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from runtime.errors import MissingTritonError
@@ -25,6 +27,7 @@ __all__ = [
     "LOG2_E",
     "dot",
     "let_next_begin",
+    "need_driver",
     "prefetch",
     "scalar",
     "sigmoid",
@@ -38,6 +41,30 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels run in NumPy. True or false for the life of the process."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def need_driver() -> None:
+    """Start Triton's driver, which else starts at the first launch. It is compiled on the machine, once for each user.
+
+    Raises :class:`MissingTritonError` where it does not start: without a C compiler or Python's headers. Interpreted kernels need
+    none.
+    """
+    if INTERPRETED.value:
+        return
+    try:
+        triton.runtime.driver.active  # noqa: B018  # compiled when it is first asked for
+    except Exception as error:  # whatever a compiler or a loader does
+        raise MissingTritonError(
+            f"Triton does not start ({_brief(error)}); it needs a C compiler and Python's headers: install gcc and python3-dev"
+        ) from error
+
+
+def _brief(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):  # its text is the whole command
+        return f"{Path(str(error.cmd[0])).name} ended with {error.returncode}"
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
 
 if INTERPRETED.value:
 
