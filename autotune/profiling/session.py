@@ -55,14 +55,13 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
         host: Clock | None = None,
     ) -> None:
         host = host or MonotonicClock()
-        spent = study.get("spent") or {}
         self._context: Context[SettingT, SetupT, CostT, SpaceT] = Context(
             target=target,
             question=question,
             study=study,
             reporter=reporter,
             schedule=schedule,
-            meter=Meter(target.clock, host, **spent),
+            meter=Meter(target.clock, host, **study.spent()),
             host=host,
             found=Findings(space=question.space),
             stop=stop or (lambda: False),

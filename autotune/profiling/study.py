@@ -12,10 +12,11 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ STUDY_NAME = "autotune"
 RUN = "run/"
 """What keys of measured settings begin with."""
 _IDENTITY = "identity"
+_SPENT, _EARLIER = "spent", "earlier"
 _KEY, _RESULT, _CAUSE, _AGAIN = "key", "result", "cause", "again"
 _POLL_S = 0.2
 _CLAIMED_WITHIN_S = 10.0  # a trial that does not say by then what it measures is no claim
@@ -51,18 +53,23 @@ def study_name(stem: str, identity: Mapping[str, Any]) -> str:
 
 @contextmanager
 def open_study(
-    place: Path | SharedStorage, identity: Mapping[str, Any], *, fresh: bool = False
+    place: Path | SharedStorage, identity: Mapping[str, Any], *, fresh: bool = False, keep: Iterable[str] = ()
 ) -> Iterator[SweepStudy]:
     """The study in a journal file or in a shared database, made if it does not exist.
 
-    A journal is open in one process at a time; a shared study in any number. ``fresh`` forgets what was there.
+    A journal is open in one process at a time; a shared study in any number. ``fresh`` forgets what was there, but for the facts
+    of a journal that ``keep`` names.
     Raises :class:`InputError` when a journal is in use, when the place cannot be read or written (then, or later while the
     study is open), or when the study there asks another question.
     """
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     if isinstance(place, Path):
+        kept = _facts(place, keep) if fresh else {}
         with journal(place, fresh=fresh) as storage:
-            yield SweepStudy(storage, STUDY_NAME, str(place), identity)
+            study = SweepStudy(storage, STUDY_NAME, str(place), identity)
+            for name, value in kept.items():
+                study.put(name, value)
+            yield study
     else:
         with database(place) as storage:
             if fresh:
@@ -116,7 +123,8 @@ class SweepStudy:
 
     def finish(self, trials: int | None, budget_s: float | None, sim_trials: int | None = None) -> None:
         """All that was requested is done."""
-        self.put("finished", {"trials": trials, "budget_s": budget_s, "sim_trials": sim_trials})
+        runs = [key for key, _ in self.measurements.results() if key.startswith(RUN)]
+        self.put("finished", {"trials": trials, "budget_s": budget_s, "sim_trials": sim_trials, "runs": runs})
 
     def exhausted(self, trials: int | None, budget_s: float | None, sim_trials: int | None = None) -> bool:
         """Whether it was finished under bounds as wide as these, so that going on with it would measure nothing."""
@@ -131,13 +139,48 @@ class SweepStudy:
         return all(_no_wider(requested, before) for requested, before in bounds)
 
     def extend(self, budget_s: float | None, sim_trials: int) -> None:
-        """More trials than it was finished with are requested: those, and what they show, have a budget of their own."""
+        """More simulated trials than it was finished with, or a larger budget, may lead to other settings: what was measured by
+        then is :attr:`earlier`. More trials, and what they show, have a budget of their own."""
         finished = self.get("finished")
-        if finished is None or _no_wider(sim_trials, finished.get("sim_trials")):
+        if finished is None:
             return
-        if _no_wider(budget_s, finished["budget_s"]):
-            self.put("spent", None)
+        more = not _no_wider(sim_trials, finished.get("sim_trials"))
+        longer = not _no_wider(budget_s, finished["budget_s"])
+        if more or longer:
+            self.put(_EARLIER, finished.get("runs"))
+        if not more:
+            return
+        if not longer:
+            for name in self._spent():
+                self.put(name, None)
         self.put("finished", None)
+
+    @property
+    def earlier(self) -> frozenset[str]:
+        """Keys of what was measured before it was extended."""
+        return frozenset(self.get(_EARLIER) or ())
+
+    # -- time -----------------------------------------------------------------------------------------------------------
+
+    def spend(self, session: str, spent: Mapping[str, float]) -> None:
+        """Keep the seconds that ``session`` has spent so far; on this machine."""
+        self.put(f"{_SPENT}/{platform.node()}/{session}", dict(spent))
+
+    def spent(self, but: str | None = None) -> dict[str, float]:
+        """Seconds that sessions have spent, ``but`` for one: on the hardware of every machine, and on simulating on this one, for
+        each machine simulates for itself."""
+        hardware = simulating = 0.0
+        for name, spent in self._spent().items():
+            _, machine, session = (*name.split("/"), "", "")[:3]
+            if session != but:
+                hardware += spent["hardware_s"]
+                simulating += spent["simulating_s"] if not self.shared or machine in ("", platform.node()) else 0.0
+        return {"hardware_s": hardware, "simulating_s": simulating}
+
+    def _spent(self) -> dict[str, dict[str, float]]:
+        """By the name of the fact: of each session, and one that studies had for all of them together."""
+        known = self._study.user_attrs
+        return {name: spent for name, spent in known.items() if spent and name.partition("/")[0] == _SPENT}
 
     # -- measurements on the hardware -----------------------------------------------------------------------------------
 
@@ -177,6 +220,16 @@ class SweepStudy:
             raise InputError(
                 f"{self._where}: holds a study of something else ({'; '.join(changed)}); --fresh discards it, {way}"
             )
+
+
+def _facts(path: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the study in a journal; none where it cannot be read."""
+    try:
+        with journal(path) as storage:
+            facts = optuna.load_study(storage=storage, study_name=STUDY_NAME).user_attrs
+    except (InputError, KeyError):
+        return {}
+    return {name: facts[name] for name in names if name in facts}
 
 
 def measured_run(

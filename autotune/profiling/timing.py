@@ -26,6 +26,8 @@ SIMULATED_CAPACITY, PAIRED = 0.04, 0.05
 
 _RUNS = 8  # validating measurements the windows are sized for
 _SHORTEST_RUN, _LONGEST_RUN = 2.0, 40.0
+_WINDOW, _WARM_UP = 0.7, 0.15  # of a measurement
+LONGEST_WINDOW_S = round(_LONGEST_RUN * _WINDOW, 2)
 _UNBOUNDED_RUN = 6.0  # s a measurement when settings are counted instead
 _LONGEST_CALIBRATION = 90.0  # s; more rounds teach nothing new
 _LONGEST_TRIALS = 180.0  # s; hundreds of trials are done by then on any machine
@@ -59,8 +61,8 @@ class Schedule:
             simulate = min(_LONGEST_TRIALS, budget_s * (RATE + TRIALS))
         return cls(
             budget_s,
-            window_s=round(run * 0.7, 2),
-            warmup_s=round(run * 0.15, 2),
+            window_s=round(run * _WINDOW, 2),
+            warmup_s=round(run * _WARM_UP, 2),
             calibrate_s=round(calibrate, 2),
             simulate_s=simulate,
             validation=validation,
@@ -74,15 +76,28 @@ class Schedule:
 class Meter:
     """Time spent on a study, over all the sessions that worked on it, and how long a measurement takes.
 
-    ``hardware_s``: seconds during which the hardware was held, by its own clock; ``simulating_s``: of the host's.
+    ``hardware_s``: seconds during which the hardware was held, by its own clock; ``simulating_s``: of the host's. What it is made
+    with, other sessions have spent.
     """
 
     def __init__(self, clock: Clock, host: Clock, hardware_s: float = 0.0, simulating_s: float = 0.0) -> None:
         self._clock, self._host = clock, host
-        self._hardware, self._simulating = hardware_s, simulating_s
+        self.others(hardware_s, simulating_s)
+        self._hardware = self._simulating = 0.0
         self._since: float | None = None
         self._simulating_since: float | None = None
         self._runs: list[float] = []
+
+    def others(self, hardware_s: float, simulating_s: float) -> None:
+        """What other sessions have spent by now."""
+        self._others = hardware_s, simulating_s
+
+    @property
+    def own(self) -> dict[str, float]:
+        """What this session has spent."""
+        hardware = 0.0 if self._since is None else self._clock.now() - self._since
+        simulating = 0.0 if self._simulating_since is None else self._host.now() - self._simulating_since
+        return {"hardware_s": self._hardware + hardware, "simulating_s": self._simulating + simulating}
 
     @contextmanager
     def hardware(self) -> Iterator[None]:
@@ -106,13 +121,11 @@ class Meter:
 
     @property
     def hardware_s(self) -> float:
-        running = 0.0 if self._since is None else self._clock.now() - self._since
-        return self._hardware + running
+        return self._others[0] + self.own["hardware_s"]
 
     @property
     def simulating_s(self) -> float:
-        running = 0.0 if self._simulating_since is None else self._host.now() - self._simulating_since
-        return self._simulating + running
+        return self._others[1] + self.own["simulating_s"]
 
     @property
     def spent_s(self) -> float:

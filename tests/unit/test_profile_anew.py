@@ -33,12 +33,12 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return planned
 
 
-def once(folder: Path) -> None:
+def once(folder: Path, *, fresh: bool = False) -> None:
     """``autotune profile``, its session left out."""
     source = cast(Any, SimpleNamespace(name="autotune-runtime", arguments={}))
     asked = Requested(source, sample_model(), machine(), "azure-conv", None, question())
     work(
-        asked, Files.of(folder / "a.yaml", None), None, None, make_console(stderr=True), limits=KnobLimits(), fresh=False,
+        asked, Files.of(folder / "a.yaml", None), None, None, make_console(stderr=True), limits=KnobLimits(), fresh=fresh,
         stop=lambda: False, write=lambda *given: 0,
     )  # fmt: skip
 
@@ -77,6 +77,22 @@ def test_a_file_that_is_there_is_not_overwritten_and_not_removed(
     once(tmp_path)  # anew, and to its end
     assert names(tmp_path) == {"a.journal", mine.name, dangling.name, "a.journal.old.3"}
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_fresh_study_goes_on_to_let_the_copies_go_and_no_file_of_somebody(
+    sessions: list[bool], tmp_path: Path
+) -> None:
+    sessions += [False, True, False, False]
+    (tmp_path / "a.journal.old").write_text("mine")
+    once(tmp_path)
+    once(tmp_path)  # anew, and stopped
+    assert names(tmp_path) == {"a.journal", "a.journal.old", "a.journal.old.2"}
+    once(tmp_path, fresh=True)
+    assert names(tmp_path) == {"a.journal", "a.journal.old"} and (tmp_path / "a.journal.old").read_text() == "mine"
+    (tmp_path / "a.journal.old.2").write_text("mine, too")
+    (tmp_path / "a.journal").write_text('{"sum": damaged\n')
+    once(tmp_path, fresh=True)  # of which nothing can be read
+    assert names(tmp_path) == {"a.journal", "a.journal.old", "a.journal.old.2"}
 
 
 def test_a_study_that_cannot_be_kept_is_not_begun_anew(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -29,6 +30,7 @@ from autotune.profiling.setup import (
     spread_seeds,
     typical_step,
 )
+from autotune.profiling.stages.rate import _with_validation_seeds
 from autotune.profiling.study import open_study
 from autotune.profiling.timing import Meter, Schedule
 from autotune.simulate import SimulatedEngine
@@ -225,6 +227,23 @@ def test_a_rate_that_brings_nothing_into_the_window_is_refused(tmp_path: Path) -
         match=r"--rate is 1000, but fixed:.* lasts for at most 28\.57 requests/s: a measurement takes 3\.5 s",
     ):
         session(tmp_path / "a.journal", question(rate=1000.0, workload=short))
+
+
+@pytest.mark.parametrize(
+    ("window_s", "rate", "ways"),
+    [(20.0, 0.02, "a longer --budget with --fresh for longer windows, another --rate, or a longer trace"),
+     (Schedule.of(86400.0).window_s, 0.02, "another --rate or a longer trace"),
+     (20.0, 1000.0, "another --rate or a longer trace")],
+    ids=["longer windows", "no longer windows", "a trace that is over"],
+)  # fmt: skip
+def test_longer_windows_are_promised_only_where_they_help(window_s: float, rate: float, ways: str) -> None:
+    few = parse_workload("fixed:rate=1,prompt=8,output=2,limit=101")
+    made = draw_setup(
+        machine(), FACTS, few, Padded(), Alone(ttft=1.0, tpot=0.5, prompt_tokens=100), seed=0, slo=TARGETS, rate=1.0,
+        window_s=window_s, warmup_s=3.0,
+    ).model_copy(update={"rate": rate})  # fmt: skip
+    with pytest.raises(InputError, match=f"none falls into the window, .* after the start; give {ways}$"):
+        _with_validation_seeds(cast(Any, SimpleNamespace(question=question(workload=few))), made)
 
 
 def test_it_is_the_workload_s_where_that_says_it(tmp_path: Path) -> None:

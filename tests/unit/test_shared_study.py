@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import optuna
 import pytest
@@ -18,9 +18,13 @@ from optuna.trial import TrialState
 
 import autotune.profiling.study as studies
 from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.profiling.reporting import Silent
+from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, hidden, without_passwords
 from autotune.profiling.study import SweepStudy, open_study, study_name
+from runtime.clock import VirtualClock
 from runtime.errors import InputError
+from tests.unit.profiled_machine import FACTS, machine, question
 from tests.unit.simulating import note, noted
 
 IDENTITY = {"model": "tiny", "slo": "ttft=500ms"}
@@ -201,6 +205,35 @@ def test_measured_once_whatever_happens(shared: SharedStorage, tmp_path: Path, k
         assert study.measurements.results() == [("a", {"run": 1}), ("c", {"run": 5})]
         assert study.measurements.find("run/b") is None and study.measurements.find("c") == {"run": 5}
         assert (study.count("n"), study.count("n"), study.count("m")) == (0, 1, 0)
+
+
+def test_the_hardwares_time_of_all_machines_counts(shared: SharedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of simulating is each machine's own. Studies had one fact for all."""
+    with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
+        mine.put("spent", {"hardware_s": 8.0, "simulating_s": 4.0})
+        mine.spend("one", {"hardware_s": 1.0, "simulating_s": 0.5})
+        mine.spend("one", {"hardware_s": 2.0, "simulating_s": 1.0})
+        monkeypatch.setattr("platform.node", lambda: "another")
+        other.spend("two", {"hardware_s": 32.0, "simulating_s": 16.0})
+        assert mine.spent() == other.spent() == {"hardware_s": 42.0, "simulating_s": 20.0}
+        assert other.spent(but="two") == {"hardware_s": 10.0, "simulating_s": 4.0}
+        monkeypatch.undo()
+        assert mine.spent() == {"hardware_s": 42.0, "simulating_s": 5.0}
+
+
+def test_a_session_learns_what_others_spend_meanwhile(shared: SharedStorage) -> None:
+    with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
+        contexts = [
+            Session(machine(), FACTS, question(), study, Silent(), host=VirtualClock())._context
+            for study in (mine, other)
+        ]
+        for context, seconds in zip(contexts, (3.0, 5.0), strict=True):
+            with context.meter.hardware():
+                cast(VirtualClock, context.target.clock).advance(seconds)
+            context.keep_time()
+        contexts[0].keep_time()
+        assert [context.meter.spent_s for context in contexts] == [8.0, 8.0]
+        assert mine.spent()["hardware_s"] == 8.0
 
 
 @pytest.mark.slow

@@ -341,7 +341,28 @@ def test_more_simulated_trials_extend_a_finished_study(journal: Path) -> None:
         study.extend(60.0, 240)
         assert study.get("finished") is not None and study.get("spent")["hardware_s"] == 9.0
         assert not study.exhausted(None, 60.0, 400)
+        study.spend("a session", {"hardware_s": 1.0, "simulating_s": 2.0})
+        assert study.spent() == {"hardware_s": 10.0, "simulating_s": 11.0}
         study.extend(60.0, 400)
-        assert study.get("spent") is None, "what it spent on the trials before is not taken from those to come"
+        assert not any(study.spent().values()), "what it spent on the trials before is not taken from those to come"
     with open_study(journal, IDENTITY) as study:
         assert not study.exhausted(None, 60.0, 400) and len(measured(study)) == 2
+
+
+def test_what_was_measured_before_an_extension_is_known_from_then_on(journal: Path) -> None:
+    with open_study(journal, IDENTITY) as study:
+        study.measured("calibration", lambda: {"run": 0})
+        study.measured("run/a", lambda: {"run": 1})
+        study.extend(90.0, 240)
+        assert not study.earlier, "it goes on with what it was begun with"
+        study.finish(None, 60.0, 240)
+        study.extend(60.0, 240)
+        assert not study.earlier
+        study.extend(90.0, 240)
+        study.measured("run/b", lambda: {"run": 2})
+    with open_study(journal, IDENTITY) as study:
+        study.extend(90.0, 240)  # after it was interrupted
+        assert study.earlier == {"run/a"}
+        study.finish(None, 90.0, 240)
+        study.extend(90.0, 400)
+        assert study.earlier == {"run/a", "run/b"}

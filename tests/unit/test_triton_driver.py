@@ -22,7 +22,7 @@ from runtime.torch_backend.cuda.language import need_driver
 
 GPU = torch.device("cuda")
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-NO_HEADERS = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "/tmp/main.c", "-O3", "-shared", "-o", "/tmp/utils.so"])
+NO_HEADERS = subprocess.CalledProcessError(1, ["gcc", "main.c", "-O3", "-shared", "-o", "utils.so"])
 
 
 class Driver:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic
+from uuid import uuid4
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.fingerprint import OtherWork
@@ -54,6 +55,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
     found: Findings[SettingT, SetupT, CostT, SpaceT]
     stop: Callable[[], bool]
     warm: bool = False  # whether the engine has served such a load in this session
+    session: str = field(default_factory=lambda: uuid4().hex[:8])  # whose time it is
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if somebody asked to stop."""
@@ -61,7 +63,9 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
             raise Interrupted("interrupted")
 
     def keep_time(self) -> None:
-        self.study.put("spent", {"hardware_s": self.meter.hardware_s, "simulating_s": self.meter.simulating_s})
+        self.study.spend(self.session, self.meter.own)
+        if self.study.shared:  # other machines may be at work on it
+            self.meter.others(**self.study.spent(but=self.session))
 
     def simulator(self, setup: SetupT) -> Simulates[SettingT]:
         """Of ``setup``'s load, by the cost model found."""
@@ -131,19 +135,29 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
 
         What is found in the study tells nothing of how long a measurement takes.
         """
-        begun, held = self.meter.spent_s, self.meter.hardware_s
+        begun = self.meter.own
         run = self.measured(request, setup, label)
         if run is None:
             return next(why for _, setting, why in reversed(self.found.unmeasured) if setting == request.setting)
         learn(run)
-        if self.meter.hardware_s > held:
-            self.meter.took(self.meter.spent_s - begun)
+        if (spent := self.meter.own)["hardware_s"] > begun["hardware_s"]:
+            self.meter.took(sum(spent.values()) - sum(begun.values()))
         return None
 
     def recall(self) -> None:
         """Have in ``found`` what an earlier session measured and this one has not come to."""
+        self._recall(lambda key: key.startswith(RUN))
+
+    def earlier(self, rate: float) -> list[Run]:
+        """What was measured to compare settings at ``rate`` before the study was extended. ``found`` has all of that time."""
+        keys = self.study.earlier
+        self._recall(keys.__contains__)
+        known = [run for key, run in self.found.measured.items() if key in keys]
+        return [run for run in known if run.stage == "validation" and run.score.rate == rate]
+
+    def _recall(self, wanted: Callable[[str], bool]) -> None:
         for key, stored in self.study.measurements.results():
-            if key.startswith(RUN):
+            if wanted(key):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
     def _simulated_drain(self) -> float:

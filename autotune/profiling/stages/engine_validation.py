@@ -43,18 +43,23 @@ right; the latter at a rate that was given. A cost model that is a few percent w
 that follows makes up for such a mistake, a fixed one does not."""
 
 _MOVES = 2
+_COMPARED = "compared"  # how the last comparison was begun
 _DISTINGUISHABLE = 0.7, 0.98  # attainments of the best setting between which settings differ enough to compare them
 
 
 def validate(context: Context, setup: Setup) -> None:
     """Measure; what is expected of each setting, the confidence, the rate and the speed go into ``context.found``."""
     context.reporter.stage("validating")
+    compared = context.study.get(_COMPARED)
+    if context.study.earlier and compared is not None:  # what was measured can be compared at its rate alone
+        setup = context.found.setup = Setup.model_validate(compared)
     setup, chosen, tried = _placed(context, setup)
     may_move = context.question.rate is None and context.question.trials is None
     moved = EngineValidation(context, setup, chosen, tried, may_move=may_move).run()
     if moved is not None:
         setup = _moved(context, setup, moved)
         EngineValidation(context, setup, candidates(context, setup), []).run()
+    context.study.put(_COMPARED, setup.model_dump(mode="json"))
 
 
 def simulate_paired(context: Context) -> None:

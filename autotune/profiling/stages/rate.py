@@ -22,7 +22,7 @@ from autotune.profiling.simulator import requests_of
 from autotune.profiling.space import SearchSpace, alike, around_guess, neighbours
 from autotune.profiling.stages.candidates import FASTEST, SLOWEST, shortlist, trials_name
 from autotune.profiling.stages.context import Context
-from autotune.profiling.timing import CANDIDATES, RATE, RATE_AGAIN
+from autotune.profiling.timing import CANDIDATES, LONGEST_WINDOW_S, RATE, RATE_AGAIN
 from autotune.simulate.capacity import Search, uphill
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -174,10 +174,13 @@ def _with_validation_seeds(context: Context, setup: Setup) -> Setup:
     seeds = balanced_seeds(load, context.question.seed + 1, VALIDATION_SEEDS, *window)
     if alike_under(load, seeds, *window):  # a replayed trace: met six times, its requests are no six samples
         seeds = seeds[:1]
-    if not all(in_window(load, seed, *window) for seed in seeds):
+    if (empty := next((seed for seed in seeds if not in_window(load, seed, *window)), None)) is not None:
+        ways = "another --rate or a longer trace"
+        if setup.window_s < LONGEST_WINDOW_S and any(a.time >= sum(window) for a in load.arrivals(empty)):
+            ways = "a longer --budget with --fresh for longer windows, another --rate, or a longer trace"
         raise InputError(
             f"{load.name}: at {setup.rate:g} requests/s none falls into the window, {setup.warmup_s:g} to {sum(window):g} s "
-            "after the start; give a longer --budget with --fresh for longer windows, another --rate, or a longer trace"
+            f"after the start; give {ways}"
         )
     return setup.model_copy(update={"validation_seeds": tuple(seeds)})
 

@@ -46,8 +46,8 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
     """Measures candidates of one comparison and keeps what is expected of them, until ``end`` seconds are spent (None: no end).
 
     All that is expected rests on one cost model and one speed. ``tried``: those that have been measured already. Some may no
-    longer be candidates: they may be chosen all the same. What an engine learns from its steps, and what is still measured when
-    nothing improves the choice, is up to subclasses.
+    longer be candidates: they may be chosen all the same, as may those measured before the study was extended. What an engine
+    learns from its steps, and what is still measured when nothing improves the choice, is up to subclasses.
     """
 
     def __init__(
@@ -63,14 +63,15 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         self._objective = Objective.under(setup)
         self._before = bool(context.found.expected)  # an earlier comparison stands until this one can tell
         self._candidates = list(chosen)
-        self._runs: list[tuple[int, Run]] = []  # candidate, what it measured
         self._counts: Counter[int] = Counter()
         self._failed: dict[int, str] = {}
+        earlier = context.earlier(setup.rate)
         with context.meter.simulating():
-            self._add(tried)
+            self._add([*tried, *earlier])
+        places = self._places()
+        self._runs = [(places[run.setting], run) for run in earlier]  # candidate, what it measured
         self._expect()
         best = best_of(self._candidates, self._objective).setting
-        places = self._places()
         self._tried = [places[setting] for setting in dict.fromkeys(one.setting for one in tried) if setting != best]
         self._most = max(_MOST_RUNS, 3 * (context.question.trials or 0) // 2)
         self._must = 0  # measurements made however late it is
@@ -125,12 +126,11 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
     def _places(self) -> dict[object, int]:
         return {one.setting: i for i, one in enumerate(self._candidates)}
 
-    def _add(self, more: Sequence[Candidate]) -> None:
+    def _add(self, more: Sequence[Candidate | Run]) -> None:
         """Have settings among the candidates, simulated as these are."""
         simulators, known = around(self._context, self._setup), self._places()
-        self._candidates += [
-            candidate(one.label, one.setting, simulators, self._setup) for one in more if one.setting not in known
-        ]
+        new: dict[Any, str] = {one.setting: one.label for one in more if one.setting not in known}
+        self._candidates += [candidate(label, setting, simulators, self._setup) for setting, label in new.items()]
 
     def _expect(self) -> None:
         """The posterior of the candidates as they stand, and of all measurements against their paired simulations."""
@@ -239,6 +239,8 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
 
         def learn(run: Run) -> None:
             self._counts[index] += 1
+            if any(run is known for _, known in self._runs):  # before the study was extended
+                return
             difference = self._difference(index, run)  # may be interrupted
             self._runs.append((index, run))
             self._posterior.observe(difference)
