@@ -54,7 +54,8 @@ class StepRecord(NamedTuple):
     queued after scheduling. ``sampled`` is how many tokens came out. ``running``: sequences in the batch, and
     ``kv_free_blocks``: KV blocks that none of them holds, both after the step. ``preemptions``: sequences that lost their
     blocks in planning it. ``failed``: sequences that it ended with an error. ``drafted`` tokens were computed behind the last
-    ones of some of the decodes, and are part of their context; ``accepted`` of them were right.
+    ones of some of the decodes, and are part of their context; ``accepted`` of them were right. ``after_idle``: whether there
+    was nothing to run at some time between it and the step before.
     """
 
     start: float
@@ -78,6 +79,7 @@ class StepRecord(NamedTuple):
     failed: int = 0
     drafted: int = 0
     accepted: int = 0
+    after_idle: bool = False
 
     @property
     def duration(self) -> float:
@@ -100,6 +102,7 @@ class StepRecord(NamedTuple):
             values[0] = end
             values[4] += self.decodes
             values[_PREEMPTIONS] = 0
+            values[_AFTER_IDLE] = False
         return single
 
     @property
@@ -113,8 +116,7 @@ class StepTimes:
 
     That is from the end of the step before to its own: the host's share between them (tokens are delivered, the next step is
     planned) is part of what a step costs, and of steps that overlap, each counts for what it adds. A step that found the engine
-    idle takes from its own start. So does one that follows after longer than it lasts itself: what ran or waited was cancelled
-    or rejected meanwhile.
+    idle takes from its own start. So does one after a pause longer than itself and than a second: the process was stopped.
     """
 
     __slots__ = ("_end",)
@@ -127,10 +129,13 @@ class StepTimes:
         took = record.end - record.start
         gap = record.start - self._end
         self._end = math.nan if record.leaves_idle else record.end
-        return (took + gap if -took < gap <= took else took) / record.steps
+        counts = -took < gap <= max(took, _PAUSE_S) and not record.after_idle
+        return (took + gap if counts else took) / record.steps
 
 
+_PAUSE_S: Final = 1.0
 _PREEMPTIONS = StepRecord._fields.index("preemptions")
+_AFTER_IDLE = StepRecord._fields.index("after_idle")
 assert StepRecord._fields[:5] == ("start", "end", "steps", "decodes", "decode_context")
 
 

@@ -130,6 +130,7 @@ class EngineCore:
         self._flight: _Flight | None = None
         self._behind: _Flight | None = None  # while a step is planned that begins when this one has ended
         self._last_end = -inf
+        self._idled = True  # since the last step: there was nothing to run
         self.undelivered: list[Finished] = []
         """What has ended in the latest step, which may raise."""
 
@@ -193,6 +194,7 @@ class EngineCore:
         record = self.scheduler.finish(sequence, reason, now, cause)
         if record is not None:
             self.executor.release(sequence)
+            self._idled |= not self.has_work
         return record
 
     def view(self, now: float) -> SchedulerView:
@@ -231,6 +233,7 @@ class EngineCore:
             return self._overlapped(self._flight, now, finished)
         plan = self._schedule(now, finished)
         if plan.empty:
+            self._idled = True
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         if self._overlapping is not None and not plan.drafts:
             return self._overlapped(_launched(self._overlapping, plan, now), now, finished)
@@ -254,6 +257,7 @@ class EngineCore:
                 self.executor.release(sequence)
             finished += ended
         record = self._record(plan, result, now)
+        self._idled = not scheduler.has_work
         if result.oom or self.memory.lowered:
             self._learn_memory(plan, result)
         if scheduler.admission is not None:
@@ -413,6 +417,7 @@ class EngineCore:
             mid_prompt = {chunk.sequence for chunk in chunks if not chunk.samples}
             sampled -= sum([sequence not in mid_prompt for sequence, _ in result.failed])
         drafted = accepted = 0
+        after_idle, self._idled = self._idled, False
         if drafts:
             decodes += len(drafts)
             decode_context += sum([draft.start + draft.count for draft in drafts])
@@ -422,7 +427,7 @@ class EngineCore:
             now, ends[-1], len(ends), decodes, decode_context, len(chunks), tokens, context, attention,
             decodes + sampled + accepted, len(scheduler.prefills) + len(scheduler.decodes.members),
             waiting.count, waiting.tokens, scheduler.kv.free, preemptions, epoch, budget_used, limited_by, failed, drafted,
-            accepted,
+            accepted, after_idle,
         )  # fmt: skip
 
 

@@ -37,6 +37,31 @@ def test_time_out_while_running_keeps_the_tokens() -> None:
     w.drain()
 
 
+def test_a_step_says_whether_the_engine_was_idle_before_it() -> None:
+    w = World(kv_blocks=20)
+    first, second = w.add([1, 2], 16), w.add([3], 16)
+    w.step()
+    w.cancel(first)
+    w.step()
+    w.cancel(second)  # nothing is left, whatever the last step said
+    w.now += 0.02
+    w.add([4], 1)
+    w.step()
+    w.add([5], 3)
+    w.drain()
+    assert [step.after_idle for step in w.steps] == [True, False, True, True, False, False]
+
+
+def test_steps_of_a_fast_forwarded_record_follow_each_other() -> None:
+    w = World(kv_blocks=20)
+    first = w.add([1], 2)
+    w.step()
+    w.cancel(first)
+    w.add([1], 4)
+    w.step()
+    assert [one.after_idle for one in w.steps[-1].split([1.0, 2.0, 3.0])] == [True, False, False]
+
+
 def test_knobs_above_the_limits_are_refused_and_the_old_ones_stay() -> None:
     w = World(kv_blocks=20)
     w.core.settings.limits = KnobLimits(max_batch_size=8)

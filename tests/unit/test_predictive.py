@@ -280,6 +280,7 @@ def test_nothing_is_raised_that_does_not_bind() -> None:
 
 
 def step(end: float, seconds: float, decodes: int = 8) -> StepRecord:
+    """One that stands alone: the engine was idle before it."""
     return StepRecord(
         end - seconds,
         end,
@@ -299,6 +300,7 @@ def step(end: float, seconds: float, decodes: int = 8) -> StepRecord:
         0,
         8192,
         LimitedBy.SLOTS,
+        after_idle=True,
     )
 
 

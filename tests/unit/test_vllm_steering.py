@@ -136,6 +136,21 @@ def test_a_prompt_does_not_starve_while_newer_ones_begin_behind_one_that_is_pass
     assert any("urgent" in world.step() for _ in range(8))
 
 
+def test_a_step_says_whether_vllm_was_idle_before_it() -> None:
+    world, found = World(), []
+    for name in "abc":
+        world.add(Theirs(name, 100))
+        world.step()
+        assert world.steering.planned_last is not None
+        found.append(world.steering.planned_last.after_idle)
+        if name == "b":
+            for request in world.scheduler.running:
+                request.ended = True
+            world.scheduler.running.clear()
+            world.steering.dropped(["a", "b"])
+    assert found == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("yields_for", "waiting", "vain"),
     [

@@ -90,6 +90,7 @@ class SteeredRequests:
         self._admission: Admission | None = None
         self._expiries: Expiries[Sequence] = Expiries(lambda sequence: sequence.state == "finished")
         self._by_name: dict[str, Sequence] = {}
+        self._idled = True  # since the last step was planned: there was nothing to run
         self._said: dict[str, int] = {}  # priorities, as clients gave them
         # else vLLM does not look at priorities
         self._by_priority = str(getattr(getattr(scheduler, "_stock_policy", ""), "value", "priority")) == "priority"
@@ -259,6 +260,7 @@ class SteeredRequests:
         name = sequence.data.request_id
         self._families.left(name, sequence)
         del self._by_name[name], self._said[name]  # the last: until then its priority is known
+        self._idled |= not self._by_name
         return record
 
     def _leave(self, sequence: Sequence) -> None:

@@ -252,7 +252,10 @@ class Steering(SteeredRequests):
         scheduler.kv_cache_manager.watermark_blocks = reserve
         self._preparing = now, epoch, knobs, requested, slots, held
         self._prepared = True
-        return held if held > now and not running and not active else -inf
+        if held > now and not running and not active:
+            self._idled = True
+            return held
+        return -inf
 
     def _chunk(self, most: int, left: int) -> int:
         """What a prompt may take of a step with ``left`` tokens beside its decodes.
@@ -412,8 +415,9 @@ class Steering(SteeredRequests):
             )  # fmt: skip
         record = StepRecord(
             now, now, 1, decodes, context, len(chunks), tokens, prefix, pairs, decodes + len(chunks) - unfinished, 0,
-            self.waiting.count, self.waiting.tokens, 0, preempted, epoch, requested, limited,
+            self.waiting.count, self.waiting.tokens, 0, preempted, epoch, requested, limited, after_idle=self._idled,
         )  # fmt: skip
+        self._idled = not used
         self._plans.append((output, _Planned(record, chunks) if used else None))
 
     def _some_advance(self, scheduled: Mapping[str, int]) -> int:
@@ -486,12 +490,12 @@ class Steering(SteeredRequests):
             return
         (
             start, _, steps, decodes, context, chunks, tokens, prefix, pairs, _, _, waiting, waiting_tokens, _, preempted, epoch,
-            used, limited, *_,
+            used, limited, *_, after_idle,
         ) = plan.record  # fmt: skip
         record = StepRecord(  # _replace() takes three times as long
             max(start, self._last_end),  # steps of an async scheduler overlap
             now, steps, decodes, context, chunks, tokens, prefix, pairs, sampled, len(self._scheduler.running), waiting,
-            waiting_tokens, self.free_blocks(), preempted, epoch, used, limited, failed,
+            waiting_tokens, self.free_blocks(), preempted, epoch, used, limited, failed, 0, 0, after_idle,
         )  # fmt: skip
         self._last_end = now
         self.steps.append(record)
