@@ -219,11 +219,15 @@ def serve(
     if decisions is not None:
         _check_log(decisions)
     from autotune.profile import find_profile
+    from autotune.profile.fingerprint import measured_on_another
     from autotune.profile.serving import prefill_rate
 
     facts = start_with.engine if start_with else None
+    if facts is not None and (another := measured_on_another(facts, by.in_facts, by.version())):
+        print(f"note: {another}", file=sys.stderr)
     by_hand = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
     theirs = facts.options if facts and facts.name == by.in_facts else {}
+    timed = known if known and known.engine.name == by.in_facts else None  # steps of another engine set no limit
     requested = ToServe(
         model=name,
         slo=target,
@@ -252,7 +256,7 @@ def serve(
         decisions=decisions,
         grace_s=grace,
         profile=None if profile is None else find_profile(profile),
-        prefill_rate=prefill_rate(known) if known and isinstance(serving, ByCommand) else None,
+        prefill_rate=prefill_rate(timed) if timed and isinstance(serving, ByCommand) else None,
         longest=known.model.max_model_len if known else None,
         arguments={option: value for option, value in theirs.items() if by_hand.get(option) is None},
         more=tuple(more or ()),

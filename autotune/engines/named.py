@@ -116,8 +116,8 @@ class ToServe:
 
     Only an engine that is served by a command of its own needs to know the rest: where to listen, what controls it
     (``controlled``: whether anything does), seconds of ``grace_s`` at the end, the ``profile``'s file, the ``prefill_rate`` by it
-    in prompt tokens a second, the ``longest`` context of the model by it, the ``arguments`` with which this very engine was
-    profiled, and ``more``, what stood after ``--``.
+    in prompt tokens a second (None where it is of another model or engine), the ``longest`` context of the model by it, the
+    ``arguments`` with which this very engine was profiled, and ``more``, what stood after ``--``.
     """
 
     model: str
@@ -219,11 +219,13 @@ class NamedEngine:
     first) may import what takes seconds. ``check`` raises :class:`InputError`, which says what to do, where the engine is not
     installed. ``limits``: the ceilings that it always has; None: they are known when it has been loaded. ``default_model``: the
     one that suits a machine, where none is named; None: it must be named. ``takes_arguments``: whether --engine-arg is for it.
-    ``metrics``: what its servers call theirs; None: its settings are live, and nobody needs to look from outside.
+    ``metrics``: what its servers call theirs; None: its settings are live, and nobody needs to look from outside. ``version``:
+    the one installed here, as its facts and profiles have it.
     """
 
     name: str
     title: str
+    version: Callable[[], str]
     load: Loader
     serving: InProcess | ByCommand
     dtypes: Callable[[], Sequence[str]]

@@ -157,6 +157,7 @@ def _start(requested: ToServe) -> Engine:
 ENGINE: Final = NamedEngine(
     name="own",
     title="this project's own engine",
+    version=lambda: __version__,
     load=_load,
     serving=InProcess(_start),
     dtypes=dtypes,

@@ -154,14 +154,14 @@ def export(
         setting=purpose,
         model_given=model is not None,
     )
-    return _export(target, source, target.rows(), allow_lossy)
+    return _export(target, source, target.rows(), allow_lossy, target.warning(source))
 
 
-def _export(target: ExportTarget, source: S, rows: Rows[S], allow_lossy: bool) -> Export:
+def _export(target: ExportTarget, source: S, rows: Rows[S], allow_lossy: bool, warning: str = "") -> Export:
     entries = tuple(_apply(source, rows))
     _refuse_losses(target, entries, allow_lossy)
     written = {key for entry in entries for key in entry.written}
-    warnings = tuple(one_line(text) for text in source.warnings(target.title, written))
+    warnings = tuple(one_line(text) for text in (*source.warnings(target.title, written), warning) if text)
     made = Export(target, source, entries, warnings)
     for constraint in target.constraints:
         if complaint := constraint(made.written):

@@ -144,6 +144,7 @@ class ExportTarget:
     ``version``: the one the tables were held against. ``filename``: what the file is called unless the user says;
     ``suffixes``: those it reads. ``knobs`` and ``facts`` are of a language model's profile, ``calls`` of a callable's; None: it
     batches no calls. ``render``: (header lines, entries) → the file's text. ``command``: (model, path) → how to start it.
+    ``warning``: what to know before relying on a language model's setting there, beside what its profile says; or "".
     """
 
     name: str
@@ -157,6 +158,7 @@ class ExportTarget:
     render: Callable[[list[str], list[Entry]], str]
     command: Callable[[str | None, str], str]
     calls: Mapping[str, Row[ProfiledCallable]] | None = None
+    warning: Callable[[ProfiledEngine], str] = _never
 
     def rows(self) -> Rows[ProfiledEngine]:
         """Every row of a language model's profile with what it is of, facts about the model first.

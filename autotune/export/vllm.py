@@ -120,6 +120,16 @@ def _prefixes(source: ProfiledEngine) -> Written:
     return {"enable-prefix-caching" if source.profile.engine.prefix_cache else "no-enable-prefix-caching": True}
 
 
+def _steps_in_turn(source: ProfiledEngine) -> str:
+    """A file that switched it off would cost speed, and leave the knobs as they are."""
+    if not source.measured_there or source.profile.machine.kind == "cpu":  # where vLLM has none
+        return ""
+    return (
+        "the measurement ran without async scheduling, which vLLM turns on by default on a GPU: for the same, add "
+        "`no-async-scheduling: true` to the file or --no-async-scheduling to the command"
+    )
+
+
 def _enough_tokens(written: Written) -> str:
     tokens, sequences = written["max-num-batched-tokens"], written["max-num-seqs"]
     return _at_least("max-num-batched-tokens", tokens, "max-num-seqs", sequences)
@@ -196,4 +206,5 @@ VLLM = ExportTarget(
     command=lambda model, path: (
         f"vllm serve {'MODEL' if model is None else shlex.quote(model)} --config {shlex.quote(path)}"
     ),
+    warning=_steps_in_turn,
 )

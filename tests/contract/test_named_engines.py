@@ -24,6 +24,7 @@ from autotune.engines.named import (
     engine_identity,
     engine_named,
 )
+from autotune.engines.own import OwnSource
 from autotune.profile import save_profile
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -110,6 +111,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ToServe]]:
     module.__dict__["ENGINE"] = NamedEngine(
         name="third",
         title="Third",
+        version=lambda: Third.version,
         load=load,
         serving=ByCommand(become, {"--threads": "it has processes"}),
         dtypes=lambda: ("auto", "int4"),
@@ -234,3 +236,24 @@ def test_what_is_served_by_this_process_is_started_with_the_options_and_the_prof
         64,
         16,
     )
+
+
+@pytest.mark.parametrize("model", ["tiny", "nano"])
+@pytest.mark.parametrize(
+    ("name", "version", "other"),
+    [("vllm", "0.32.0", True), (OwnSource.name, "0.0.1", True), (OwnSource.name, OwnSource.version, False)],
+)
+def test_a_profile_of_another_engine_or_version_is_named(
+    name: str, version: str, other: bool, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whatever model is served: the profile is of tiny."""
+    module = SimpleNamespace(ENGINE=replace(engine_named(DEFAULT), serving=InProcess(Started())))
+    monkeypatch.setattr(named, "import_module", lambda name: module)
+    measured = profile()
+    engine = measured.engine.model_copy(update={"name": name, "version": version})
+    save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
+    assert run(["serve", model, "--port", "0", "--profile", str(tmp_path / "p.yaml"), "--anyway"]) == 2
+    note = f"note: profile was measured on {name} {version}, not on {OwnSource.name} {OwnSource.version}"
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "error: seen" and (note in said) is other

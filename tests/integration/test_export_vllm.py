@@ -94,7 +94,11 @@ def found(python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     for name in EXPORTED:
         made(model, name).save(folder / f"{name}.yaml")
     base = made(model, "gpu").written
-    for name, changes in {**REFUSED, "unknown-key": {"max-wait-ms": 5}}.items():
+    others: dict[str, dict[str, Any]] = {
+        "unknown-key": {"max-wait-ms": 5},
+        "no-async-scheduling": {"no-async-scheduling": True},
+    }
+    for name, changes in {**REFUSED, **others}.items():
         settings = {key: value for key, value in {**base, **changes}.items() if value is not None}
         (folder / f"{name}.yaml").write_text(json.dumps(settings), encoding="utf-8")
     return reads(python, sorted(folder.glob("*.yaml")))
@@ -119,6 +123,11 @@ def test_what_is_left_out_is_as_the_comments_say(found: dict[str, Any]) -> None:
     assert found["cpu"]["config"]["gpu_memory_utilization"] == DEFAULT_SHARE
     assert found["whole-prompts"]["config"]["long_prefill_token_threshold"] == 0
     assert found["no-prefix-cache"]["config"]["enable_prefix_caching"] is False
+
+
+def test_the_key_that_a_warning_names_switches_async_scheduling_off(found: dict[str, Any]) -> None:
+    assert found["no-async-scheduling"]["args"]["async_scheduling"] is False
+    assert "async_scheduling" not in found["gpu"]["args"], "or vLLM decides"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from autotune.engines.vllm.scheduler import VERSIONS
-from tests.integration.vllm_environment import ENVIRONMENT, scheduler_python, scheduler_versions
+from tests.integration.vllm_environment import ENVIRONMENT, TOO_OLD, scheduler_python, scheduler_versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 LOADS, WHOLE = 80, 40
 PREEMPTS, SHARES, EVICTS = "vLLM preempts later", "vLLM shares within a step", "vLLM evicts later"
-TOO_OLD = "0.30.0"
 
 
 def ran(python: Path, *arguments: str, timeout_s: float = 580) -> subprocess.CompletedProcess[str]:

@@ -30,12 +30,24 @@ from autotune.engines.vllm.serving import Options
 from autotune.profile import save_profile
 from autotune.profile.serving import prefill_rate
 from runtime.slo import SLO
-from tests.integration.vllm_environment import ENVIRONMENT, tiny_model, vllm_python_with_tests
+from tests.integration.environments import last
+from tests.integration.vllm_environment import (
+    CPU_BUILD,
+    ENVIRONMENT,
+    UNUSED,
+    VERSION,
+    tiny_model,
+    vllm_python,
+    vllm_python_with_tests,
+)
 from tests.integration.vllm_server import NO_MODEL, ROOT, SMALL, VllmServer, environment, serving
 from tests.unit.simulated_profile import profiled
 
 PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
 SCHEDULER = "--scheduler-cls autotune.engines.vllm.Scheduler --middleware autotune.engines.vllm.RejectionStatus"
+SPACE = "VLLM_CPU_KVCACHE_SPACE"
+INSTALLS = 5
+"""Commands of the page that install."""
 pytestmark = pytest.mark.slow
 
 
@@ -83,14 +95,55 @@ def test_the_scheduler_brings_its_controller() -> None:
 @pytest.mark.beside
 def test_the_page_installs_what_there_is() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert commands()[0] == "pip install '.[vllm]'" and extras["vllm"] == ["vllm>=0.32,<0.33"]
-    assert {command.split()[0] for command in commands()[1:]} == {
-        "autotune",
-        "AUTOTUNE_SLO=ttft=500ms,tpot=50ms",
-        "curl",
-        "pip",
-        "export",
-    }
+    assert extras["vllm"] == ["vllm>=0.32,<0.33"] and f"the command below installs {VERSION[:4]})" in PAGE
+    assert commands()[:INSTALLS] == [
+        "pip install '.[vllm]'",
+        f"pip install ./{CPU_BUILD.relative_to(ROOT)}",
+        f"pip uninstall -y {' '.join(UNUSED)}",
+        "pip install .",
+        f"export {SPACE}=4",
+    ]
+    first = {command.split()[0] for command in commands()[INSTALLS:]}
+    assert first == {"autotune", "AUTOTUNE_SLO=ttft=500ms,tpot=50ms", "curl"} and SPACE in ENVIRONMENT
+
+
+@pytest.mark.beside
+def test_this_project_changes_nothing_of_what_vllm_brings(tmp_path: Path) -> None:
+    """As the page installs it beside vLLM's CPU build, whose packages are within its bounds."""
+    python, report = vllm_python(), tmp_path / "report.json"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--retries", "0", "--timeout", "20"]
+    (builds_with,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+
+    def spelled(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    def ran(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*pip, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+
+    index = ran("download", "--quiet", "--no-deps", "--dest", str(tmp_path), builds_with)
+    if index.returncode:
+        pytest.skip(f"no package index can be reached: {last(index.stderr)}")
+    done = ran("install", "--quiet", "--dry-run", "--report", str(report), str(ROOT))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    there = {spelled(one["name"]) for one in json.loads(ran("list", "--format", "json").stdout)}
+    added = {spelled(one["metadata"]["name"]) for one in json.loads(report.read_text())["install"]}
+    assert {"vllm", "torch"} <= there and "gpu-autotune" in added
+    assert not (added - {"gpu-autotune"}) & there, "another version of it than the one that vLLM runs with"
+
+
+def test_vllms_version_is_known_without_importing_it() -> None:
+    """Or every profile would be of another version than what serves it."""
+    program = "import vllm; from autotune.engines.named import engine_named as e; print(vllm.__version__, e('vllm').version())"
+    done = subprocess.run(
+        [str(vllm_python_with_tests()), "-c", program],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    imported, installed = done.stdout.splitlines()[-1].split()
+    assert imported == installed
 
 
 @pytest.mark.beside
@@ -278,7 +331,7 @@ def test_several_prompts_and_answers_of_one_request_are_rejected_as_a_whole(tmp_
 def test_what_autotune_serve_starts_from_a_profile_refuses_a_flood_by_status(tmp_path: Path) -> None:
     """Its scheduler with 429, and vLLM's API server by the profile's prefill rate with 503; the others are answered."""
     slo = SLO(ttft_ms=1000, tpot_ms=1000)
-    known = profiled(slo=slo)
+    known = profiled(slo=slo, engine={"name": "vllm", "version": VERSION})
     model = known.model.model_copy(update={"name": "./my-model"})
     save_profile(known.model_copy(update={"model": model}), tmp_path / "p.yaml")
     tiny_model(tmp_path / "my-model")

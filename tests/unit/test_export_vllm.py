@@ -169,6 +169,19 @@ def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
     assert any(line.startswith("chunk_size 64 tokens is approximate: vLLM lifts") for line in cut.reports)
 
 
+@pytest.mark.parametrize(("gpu", "engine", "said"), [(True, VLLM_ITSELF, 1), (False, VLLM_ITSELF, 0), (True, {}, 0)])
+def test_it_says_that_vllm_was_measured_without_async_scheduling(gpu: bool, engine: dict[str, Any], said: int) -> None:
+    """Which it has on a GPU unless told otherwise, and never on a CPU."""
+    export = made(gpu=gpu, engine=engine)
+    warning = (
+        "the measurement ran without async scheduling, which vLLM turns on by default on a GPU: for the same, add "
+        "`no-async-scheduling: true` to the file or --no-async-scheduling to the command"
+    )
+    assert export.warnings.count(warning) == export.reports.count(warning) == said
+    text = " ".join(export.text(Path("vllm.yaml")).replace("\n# ", " ").split())
+    assert text.count(f"WARNING: {warning}") == said
+
+
 def test_another_model_than_the_one_measured_has_another_pool() -> None:
     export = made(model_given="./other", engine=VLLM_ITSELF)
     assert not {"num-gpu-blocks-override", "block-size", "kv-cache-memory-bytes"} & export.written.keys()

