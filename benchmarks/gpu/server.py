@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +15,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
 
 
 @contextmanager

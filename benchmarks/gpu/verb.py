@@ -15,13 +15,13 @@ from benchmarks.gpu.server import ROOT
 _NEEDED: Final = ("pydantic", "typer", "rich", "optuna", "scipy", "plotly")
 
 
-def autotune(place: Place, *words: str) -> dict[str, Any]:
-    """What it says. Its progress goes to this process's output. Raises ``RuntimeError`` where it fails; that the SLO cannot be
-    met (exit code 1) is no failure."""
-    for package in _NEEDED:
+def autotune(place: Place, *words: str, python: str = sys.executable) -> dict[str, Any]:
+    """What it says, run by ``python``. Its progress goes to this process's output. Raises ``RuntimeError`` where it fails; that
+    the SLO cannot be met (exit code 1) is no failure."""
+    for package in _NEEDED if python == sys.executable else ():
         if importlib.util.find_spec(package) is None:
             raise LeftOutError(f"it needs {package}, which is not installed (benchmarks/gpu/wheels.txt)")
-    command = [sys.executable, "-m", "autotune.cli.main", *words, "--json"]
+    command = [python, "-m", "autotune.cli.main", *words, "--json"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, cwd=place.folder, env=environment, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

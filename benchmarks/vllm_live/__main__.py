@@ -5,7 +5,8 @@ vLLM's CPU build serves a model of random weights (57M parameters). Four loads (
 
 - *ours* starts cold from the defaults in every turn and has all it can do: knobs, budgets of single steps, early rejection,
   deadline order. *knobs only* turns knobs and nothing else.
-- *defaults* are those of ``vllm serve`` on a CPU, 128 sequences and 2048 tokens.
+- *defaults* are those of ``vllm serve`` on a CPU, 128 sequences and 2048 tokens, with our scheduler around vLLM's.
+- *stock* is vLLM at the same defaults, scheduled by its own code alone (:mod:`.stock`).
 - *the best static*: a grid of 51 fixed settings is simulated on calibrated step times. The best few of a load and of the loads
   beside it are measured there, and so is what was the best of another load in ``--keep``. The best of these by what was measured,
   known only afterwards, is what ours is compared with: of each load its own. Once as it is, and once *with admission*: the same
@@ -17,13 +18,14 @@ serve``, with and without our scheduler (:mod:`.client`).
 Before the contest: whether the steered engine's greedy outputs are those of stock vLLM, whatever its knobs, and that it loses
 no request (:mod:`.agreement`); and what steering costs the host in a step (:mod:`benchmarks.vllm.overhead`).
 
-The last line is JSON: goodput ratios, geometric means over the loads that do not shift (``vs_defaults``: over all), with their
-95% intervals, and ``host_overhead``: CPU time of adapter and controller ÷ stock's own, at 16 and 64 decodes, the larger.
+The last line is JSON: goodput ratios, geometric means over the loads that do not shift (``vs_defaults``, ``vs_stock``: over
+all), with their 95% intervals, and ``host_overhead``: CPU time of adapter and controller ÷ stock's own, at 16 and 64 decodes, the
+larger.
 
 A part that fails is named in ``failures``, and costs the others nothing; ``stopped`` is true after Ctrl-C, which ends it with
 what there is.
 
-Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 85 minutes; ``--quick``: fifteen). ``--keep FILE``
+Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 90 minutes; ``--quick``: fifteen). ``--keep FILE``
 makes it in pieces, of one version of the code.
 """
 
@@ -57,7 +59,7 @@ from benchmarks.vllm.machine import live, simulated
 from benchmarks.vllm.model import model_folder
 from benchmarks.vllm.starting import prepared, vllm_options
 from benchmarks.vllm_live import agreement, client
-from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, STOCK, cases, rivals
+from benchmarks.vllm_live.cases import AT_DEFAULTS, GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, STOCK, cases, rivals
 from benchmarks.vllm_live.summary import Figures, compared, report, summary
 from runtime.errors import AutotuneError
 
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "contest" in parts:
             shape |= summary([done[name] for name in wanted if name in done])
         if "client" in parts and lengths:
-            part("client", lambda: _client(folder, lengths[0], plan, stop.is_set))
+            part("client", lambda: _client(folder, lengths[0], plan, stop.is_set, failures))
         stopped = stop.is_set()
     print(f"took {time.monotonic() - begun:.0f} s{', stopped early' if stopped else ''}")
     for failure in failures:
@@ -224,7 +226,7 @@ def _contest(
         statics = {case.name: _statics(screened, case.name, winners) for case in together}
         first = max(sum(c.control is kind for c in found) for found in statics.values() for kind in (False, True))
         contest = Contest(
-            machine, together, [STOCK, OURS, KNOBS_ONLY], statics, (first, *plan.keep[:-1]), seed=args.seed,
+            machine, together, [AT_DEFAULTS, STOCK, OURS, KNOBS_ONLY], statics, (first, *plan.keep[:-1]), seed=args.seed,
             duration=plan.duration, stop=stop, tell=say_turn, fail=say_failed,
         )  # fmt: skip
         contest.run()
@@ -254,7 +256,7 @@ def _screened(machine: Machine, cost: CostModel, case: Case, plan: Plan) -> _Bes
     simulation = partial(simulated, cost, machine)
     plain = screen(simulation, case, plan.duration, GRID)[: max(plan.keep)]
     late = screen(simulation, case, plan.duration, GRID, admitted)[: max(plan.keep)]
-    predicted = [(c.name, expected(simulation, case, c, plan.duration)) for c in (STOCK, OURS, KNOBS_ONLY)]
+    predicted = [(c.name, expected(simulation, case, c, plan.duration)) for c in (AT_DEFAULTS, OURS, KNOBS_ONLY)]
     predicted += [(s.contender.name, s.share) for s in (*plain, *late)]
     say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in predicted))
     return _Best([s.contender for s in plain], [s.contender for s in late])
@@ -268,13 +270,18 @@ def _statics(screened: Mapping[str, _Best], name: str, winners: Sequence[str]) -
     return [*plain, *late]
 
 
-def _client(folder: Path, lengths: client.Lengths, plan: Plan, stop: Callable[[], bool]) -> dict[str, Any]:
+def _client(
+    folder: Path, lengths: client.Lengths, plan: Plan, stop: Callable[[], bool], failures: list[str]
+) -> dict[str, Any]:
     say(f"vllm bench serve, prompts of about {lengths.prompt} tokens and outputs of about {lengths.output}")
     found = client.contest(
         folder, lengths, share=1.0, rounds=plan.rounds, seconds=2 * plan.duration, say=say, stop=stop
     )
-    if lost := sum(run.lost for run in (*found.stock, *found.ours)):
-        print(f"vllm bench serve: {lost} REQUESTS WERE LOST: neither completed nor answered with an error")
+    stock, ours = (sum(run.lost for run in runs) for runs in (found.stock, found.ours))
+    if stock or ours:
+        failures.append(
+            f"client: neither completed nor refused were {ours} requests to the self-tuning server, {stock} to stock"
+        )
     if not found.attached:
         print(
             "vllm bench serve: NO CONTROLLER was attached to the server with our scheduler (it wrote no decision): its "

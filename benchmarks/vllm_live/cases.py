@@ -21,6 +21,7 @@ from benchmarks.live.contenders import admitted, ours, ours_knobs_only
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
 from benchmarks.vllm.starting import DEFAULTS, LIMITS
+from benchmarks.vllm_live.stock import Stock
 from runtime.knobs import Knobs
 
 SHARES: Final = {"light": 0.8, "full": 1.0, "over": 1.2}
@@ -32,7 +33,8 @@ NEIGHBOURS: Final[Mapping[str, Sequence[str]]] = {
 }  # fmt: skip
 """Of each load those that are most like it: what is good there is measured here too. The one that shifts begins between two."""
 
-STOCK: Final = fixed(DEFAULTS, "defaults")
+AT_DEFAULTS: Final = fixed(DEFAULTS, "defaults")
+STOCK: Final = Stock("stock", DEFAULTS)
 OURS: Final = replace(ours(LIMITS), knobs=DEFAULTS)
 KNOBS_ONLY: Final = replace(ours_knobs_only(LIMITS), knobs=DEFAULTS)
 

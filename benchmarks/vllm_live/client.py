@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ ROOT = Path(__file__).parents[2]
 _READY_S = 240.0
 _VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 _CONCURRENT = 8
+_REFUSALS = frozenset(HTTPStatus(code).phrase for code in (429, 503))
+"""What vLLM's client keeps of such an answer."""
 
 
 class Lengths(NamedTuple):
@@ -45,7 +48,7 @@ class Lengths(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the client said of one run; ``good``: requests within the SLO; ``refused``: those answered with an error, as are all
+    """What the client said of one run; ``good``: requests within the SLO; ``refused``: those answered with 429 or 503, as are all
     that admission rejects."""
 
     sent: int
@@ -56,7 +59,7 @@ class Run(NamedTuple):
 
     @property
     def lost(self) -> int:
-        """Requests of which the client heard nothing."""
+        """Requests that were neither completed nor refused: they broke off, or ended with another error."""
         return self.sent - self.completed - self.refused
 
 
@@ -209,7 +212,7 @@ def send(
         "--model", str(server.folder), "--dataset-name", "random", "--random-input-len", str(lengths.prompt),
         "--random-output-len", str(lengths.output), "--random-range-ratio", "0.5", "--ignore-eos", "--num-prompts", str(count),
         "--seed", str(seed), "--request-rate", "inf" if rate is None else f"{rate:.3f}", "--temperature", "0",
-        "--disable-tqdm", "--save-result", "--result-dir", str(logs), "--result-filename", result.name,
+        "--disable-tqdm", "--save-result", "--save-detailed", "--result-dir", str(logs), "--result-filename", result.name,
         *(() if concurrency is None else ("--max-concurrency", str(concurrency))),
         *(() if slo is None else ("--goodput", f"ttft:{slo.ttft_ms:g}", f"tpot:{slo.tpot_ms:g}")),
     ]  # fmt: skip
@@ -218,7 +221,8 @@ def send(
         raise RuntimeError(f"vllm bench serve failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     said = json.loads(result.read_text())
     good = round((said.get("request_goodput") or 0.0) * said["duration"])
-    return Run(count, said["completed"], said.get("failed", 0), good, said)
+    refused = sum(error in _REFUSALS for error in said["errors"])
+    return Run(count, said["completed"], refused, good, said)
 
 
 def _environment(**more: str) -> dict[str, str]:

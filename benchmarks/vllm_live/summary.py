@@ -12,7 +12,7 @@ from autotune.bench.table import show
 from benchmarks.live.loads import Case
 from benchmarks.live.ratios import Ratio, geometric_mean, interval, number, ratio, words
 from benchmarks.live.serving import Contest
-from benchmarks.vllm_live.cases import KNOBS_ONLY, NAMES, OURS, STOCK
+from benchmarks.vllm_live.cases import AT_DEFAULTS, KNOBS_ONLY, NAMES, OURS, STOCK
 
 BEST, ADMITTED = "best static", "best static with admission"
 """In hindsight, of each load its own."""
@@ -39,7 +39,8 @@ def compared(contest: Contest, cases: Sequence[Case], duration: float) -> list[C
         }
         if not results:
             continue
-        rivals = {STOCK.name: STOCK} | {name: c for name, c in best.items() if c is not None}
+        rivals = {AT_DEFAULTS.name: AT_DEFAULTS} | {name: c for name, c in best.items() if c is not None}
+        rivals[STOCK.name] = STOCK
         mine, knobs = (
             {
                 name: ratio(results, who, c, duration, seed=4 * NAMES.index(case.name) + at)
@@ -94,12 +95,13 @@ def figures(found: Sequence[Figures]) -> dict[str, Estimate]:
         return geometric_mean([r for c in chosen if (r := (c.knobs_only if knobs else c.ours).get(rival)) is not None])
 
     return {
-        "vs_defaults": mean(STOCK.name, shifts=None),
+        "vs_defaults": mean(AT_DEFAULTS.name, shifts=None),
+        "vs_stock": mean(STOCK.name, shifts=None),
         "vs_best_static": mean(BEST),
         "vs_best_static_with_admission": mean(ADMITTED),
         "shift_vs_best_static": mean(BEST, shifts=True),
         "shift_vs_best_static_with_admission": mean(ADMITTED, shifts=True),
-        "knobs_only_vs_defaults": mean(STOCK.name, shifts=None, knobs=True),
+        "knobs_only_vs_defaults": mean(AT_DEFAULTS.name, shifts=None, knobs=True),
         "knobs_only_vs_best_static": mean(BEST, knobs=True),
     }
 
@@ -125,7 +127,8 @@ def _of_case(c: Compared) -> dict[str, Any]:
             "offered": found.offered,
             "rounds": found.rounds,
         }
-    shape["fixed settings"] = [one.name for one in c.comparison.contenders if one not in (STOCK, OURS, KNOBS_ONLY)]
+    everywhere = (AT_DEFAULTS, STOCK, OURS, KNOBS_ONLY)
+    shape["fixed settings"] = [one.name for one in c.comparison.contenders if one not in everywhere]
     shape["ratios"] = {name: [number(e.value), *interval(e)] for name, r in c.ours.items() for e in [r.estimate()]}
     return shape
 
@@ -137,7 +140,7 @@ def report(found: Sequence[Compared], say: Callable[[str], None]) -> None:
     console.width = max(console.width, 200)
     for c in found:
         say(f"\n{c.case.name}: {c.case.said}")
-        show(c.comparison, c.case.slo, console, baseline=STOCK)
+        show(c.comparison, c.case.slo, console, baseline=AT_DEFAULTS)
         for who, ratios in ((OURS, c.ours), (KNOBS_ONLY, c.knobs_only)):
             each = "; ".join(f"{name} ({c.rivals[name].name}) {words(r.estimate())}" for name, r in ratios.items())
             say(f"{who.name}, goodput ÷ that of: {each}")

@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(
-    Grid((4, 8, 16, 32, 64, 128), (24, 32, 64, 128, 256, 512, 1024, 2048), ()), 75.0, 20.0, 3.0, 140.0, 2, 5, 4, 200
+    Grid((4, 8, 16, 32, 64, 128), (24, 32, 64, 128, 256, 512, 1024, 2048), ()), 75.0, 20.0, 3.0, 140.0, 2, 5, 6, 200
 )
 QUICK = Plan(Grid((4, 16, 128), (32, 128, 512, 2048), ()), 30.0, 8.0, 1.0, 45.0, 1, 2, 1, 60)
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--load", type=share, default=LOAD, help=f"of what vLLM completes when it is kept full (default: {LOAD:g})"
     )
     parser.add_argument("--seeds", type=int, choices=range(1, 11), help="of the searches (default: 2, quick 1)")
-    parser.add_argument("--rounds", type=int, choices=range(1, 21), help="of the truth (default: 4, quick 1)")
+    parser.add_argument("--rounds", type=int, choices=range(1, 21), help="of the truth (default: 6, quick 1)")
     vllm_options(parser)
     args = parser.parse_args(argv)
     preset = prepared(args)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.parts import PARTS, tuned_vllm
 from benchmarks.gpu.wheels import LIST, wheels
 from runtime.torch_backend.executor import TorchExecutor
+from tests.integration.vllm_environment import vllm_python_with_tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -26,11 +27,14 @@ GRAPHS = "max_batch_size" in inspect.signature(TorchExecutor).parameters
 
 @pytest.mark.timeout(1300)
 def test_a_dry_run_does_all_of_it(tmp_path: Path) -> None:
-    done = subprocess.run([*COMMAND, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=1250)
+    environment = {name: value for name, value in os.environ.items() if name != tuned_vllm.PYTHON}
+    done = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1250
+    )
     found = json.loads((tmp_path / "results.json").read_text())
     assert list(found) == [part.name for part in PARTS]
     wrong = {name: (one["state"], one["why"]) for name, one in found.items() if one["state"] != "done"}
-    left_out = {"served-vllm"} if GRAPHS else {"served-vllm", "graphs"}
+    left_out = {"served-vllm", "tuned-vllm"} | (set() if GRAPHS else {"graphs"})
     assert wrong.keys() == left_out and all(state == "left out" for state, _ in wrong.values()), (
         wrong,
         done.stderr[-3000:],
@@ -69,6 +73,20 @@ def test_a_dry_run_does_all_of_it(tmp_path: Path) -> None:
     assert {turn["contender"] for turn in answers["controller"]["turns"]}
     text = (tmp_path / "results.md").read_text()
     assert "A dry run on a CPU" in text and all(f"## {part.title}" in text for part in PARTS)
+
+
+@pytest.mark.timeout(600)
+def test_vllm_is_profiled_tuned_made_to_reject_and_let_go(tmp_path: Path) -> None:
+    environment = os.environ | {tuned_vllm.PYTHON: str(vllm_python_with_tests())}
+    words = [*COMMAND, "--part", "tuned-vllm", "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570)
+    found = json.loads((tmp_path / "results.json").read_text())["tuned-vllm"]
+    assert done.returncode == 0 and found["state"] == "done", (found, done.stderr[-3000:])
+    answers = found["found"]
+    assert answers["profile"]["engine"]["name"] == "vllm" and (tmp_path / answers["profile"]["file"]).exists()
+    assert answers["rejection"]["status"] == 429 and "its target is 0.001 s" in answers["rejection"]["answer"]
+    assert answers["all at once, after the kill"]["failed"] == 0 and answers["decisions"]["last"] == ["kill", "detach"]
+    assert "## vLLM, profiled and tuned" in (tmp_path / "results.md").read_text()
 
 
 @pytest.mark.timeout(200)

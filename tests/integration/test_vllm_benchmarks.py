@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.vllm_environment import vllm_python_with_tests
+from tests.integration.vllm_environment import ENVIRONMENT, vllm_python_with_tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,6 +27,20 @@ def run(module: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
+def test_vllm_that_is_let_go_plans_as_stock() -> None:
+    """In vLLM's engine, in its own process."""
+    command = [str(vllm_python_with_tests()), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    done = subprocess.run(
+        [*command, "tests/integration/vllm_let_go.py"],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-1000:]
+
+
 @pytest.mark.beside
 def test_live_contest_and_agreement() -> None:
     found = run(
@@ -36,7 +50,9 @@ def test_live_contest_and_agreement() -> None:
     assert found["agreement"]["differing"] == found["agreement"]["lost"] == 0 < found["agreement"]["served"]
     assert found["agreement"]["decisions"], "the last of them under a controller"
     assert found["failed_turns"] == 0
-    assert found["cases"]["light"]["ours"]["offered"] == found["cases"]["light"]["best static"]["offered"] > 0
+    light = found["cases"]["light"]
+    assert light["ours"]["offered"] == light["best static"]["offered"] == light["stock"]["offered"] > 0
+    assert found["vs_stock"] > 0 and light["stock"]["name"] == "stock"
 
 
 def test_overhead_of_the_host(tmp_path: Path) -> None:

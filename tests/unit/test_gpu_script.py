@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ import pytest
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.client import Answered, Request, load, send, summary
 from benchmarks.gpu.page import page
-from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.place import Place, read, write
+from benchmarks.gpu.parts import PARTS, Part, tuned_vllm
+from benchmarks.gpu.place import LeftOutError, Place, read, write
 from benchmarks.gpu.running import Ended, ended, results, run_parts
 from benchmarks.gpu.wheels import LIST, fetching, wheels
 from benchmarks.kept import code_digest
@@ -187,6 +190,84 @@ def test_a_load_is_the_same_for_the_same_seed_and_has_its_rate() -> None:
     assert 30 < drawn[-1].at < 50 and {len(a.prompt) for a in drawn} == set(range(10, 31))
     assert {a.output for a in drawn} == set(range(4, 13))
     assert {a.at for a in load(3, None, prompt=4, output=4, vocabulary=400, seed=1)} == {0.0}
+
+
+# -- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dry", "named", "said"),
+    [
+        (False, sys.executable, "vLLM is not installed"),
+        (True, "", "a dry run starts vLLM only by a Python with its CPU build, named in AUTOTUNE_VLLM_PYTHON"),
+        (True, "/nowhere/python", "AUTOTUNE_VLLM_PYTHON is /nowhere/python: No such file"),
+        (True, sys.executable, "which has no vLLM"),
+    ],
+)
+def test_a_part_that_needs_vllm_says_why_it_is_left_out(
+    dry: bool, named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("this Python has vLLM")
+    monkeypatch.setenv(tuned_vllm.PYTHON, named)
+    with pytest.raises(LeftOutError, match=said):
+        tuned_vllm.run(Place(tmp_path, tmp_path / "x.jsonl", dry), "qwen3-0.6b")
+
+
+STARTED = "INFO self-tuning: SLO ttft=1s, max_batch_size=8; process 4711, control socket /tmp/x.sock\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "lost", "action", "said"),
+    [
+        (STARTED, 429, (0, 0), "kill", ""),
+        (STARTED, 503, (0, 0), "kill", ""),
+        (
+            "not tuned: it is version 1.0",
+            429,
+            (0, 0),
+            "kill",
+            "no controller is attached: not tuned: it is version 1.0",
+        ),
+        (STARTED, 200, (0, 0), "kill", "a request that could not be met was answered with 200"),
+        (STARTED, 429, (2, 0), "kill", "2 requests were lost"),
+        (STARTED, 429, (0, 3), "kill", "3 requests were lost or refused after the kill"),
+        (STARTED, 429, (0, 0), "pause", "the decision log has no kill"),
+    ],
+)
+def test_what_a_tuned_vllm_must_do_is_checked(
+    log: str,
+    status: int,
+    lost: tuple[int, int],
+    action: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, decisions, words = tmp_path / "log", tmp_path / "decisions", list[tuple[str, ...]]()
+    file.write_text(log)
+    decisions.write_text(f'{{"action": "attach"}}\n{{"action": "{action}"}}\n')
+    each = iter(lost)
+    monkeypatch.setattr(tuned_vllm, "_flood", lambda *_, **__: next(each))
+    monkeypatch.setattr(tuned_vllm, "_one", lambda *_: (status, "too late"))
+    monkeypatch.setattr(tuned_vllm, "autotune", lambda place, *given, **_: words.append(given))
+    place = Place(tmp_path, tmp_path / "x.jsonl", dry=True)
+    with pytest.raises(RuntimeError, match=f"^{said}$") if said else nullcontext():
+        tuned_vllm._served(place, "python", "http://", "model", file, decisions)
+    assert words == ([("pause", "--kill", "4711")] if log == STARTED else [])
+    if log == STARTED:
+        assert read(place.file)["rejection"] == {"status": status, "answer": "too late"}
+
+
+def test_of_a_flood_those_count_that_were_neither_answered_nor_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, tmp_path / "x.jsonl", dry=True)
+    requests = [Request(0.0, [first], 3) for first in (13, 14, 5, 13)]
+    monkeypatch.setattr(tuned_vllm, "load", lambda *_, **__: requests)
+    assert tuned_vllm._flood(place, url, "a", seed=2) == 1
+    assert tuned_vllm._flood(place, url, "b", seed=2, refused=()) == 3
+    assert read(place.file)["a"]["failed"] == 3 and read(place.file)["a"]["rejected"] == 2
 
 
 # -- wheels -----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,18 @@ from benchmarks.vllm.starting import DEFAULTS, LIMITS, apart
 from benchmarks.vllm_live import __main__ as live_command
 from benchmarks.vllm_live import client
 from benchmarks.vllm_live.agreement import Agreement
-from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, SHARES, STOCK, cases, rivals
+from benchmarks.vllm_live.cases import (
+    AT_DEFAULTS,
+    GRID,
+    KNOBS_ONLY,
+    NAMES,
+    NEIGHBOURS,
+    OURS,
+    SHARES,
+    STOCK,
+    cases,
+    rivals,
+)
 from benchmarks.vllm_live.client import Found, Lengths, Run
 from benchmarks.vllm_live.summary import ADMITTED, BEST, Figures, compared, report, summary
 from benchmarks.vllm_sweep import __main__ as sweep_command
@@ -126,8 +137,8 @@ def test_three_shares_of_capacity_and_a_shift(machine: Machine) -> None:
 
 
 def test_contenders_begin_at_the_defaults_of_the_server() -> None:
-    assert STOCK.knobs == OURS.knobs == KNOBS_ONLY.knobs == DEFAULTS
-    assert not STOCK.control and OURS.control and KNOBS_ONLY.control
+    assert AT_DEFAULTS.knobs == STOCK.knobs == OURS.knobs == KNOBS_ONLY.knobs == DEFAULTS
+    assert not AT_DEFAULTS.control and not STOCK.control and OURS.control and KNOBS_ONLY.control
     assert len(set(GRID)) == len(GRID) >= 24 and all(LIMITS.clamp(knobs) == knobs for knobs in GRID)
 
 
@@ -186,8 +197,8 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     chosen = [case for case in cases(machine, COST, SECONDS) if case.name in ("over", "prompts")]
     statics = [SMALL_STEPS, fixed(Knobs(8, 0, 256, 256)), admitted(SMALL_STEPS.knobs), admitted(Knobs(8, 0, 32, 32))]
     contest = Contest(
-        simulated(COST, machine), chosen, [STOCK, OURS, KNOBS_ONLY], {case.name: statics for case in chosen}, (2, 1), seed=0,
-        duration=SECONDS, stop=lambda: False, tell=lambda case, result: None, fail=lambda case, contender, cause: None,
+        simulated(COST, machine), chosen, [AT_DEFAULTS, STOCK, OURS, KNOBS_ONLY], {case.name: statics for case in chosen}, (2, 1),
+        seed=0, duration=SECONDS, stop=lambda: False, tell=lambda case, result: None, fail=lambda case, contender, cause: None,
     )  # fmt: skip
     contest.run()
     for case in chosen:
@@ -202,10 +213,15 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     kept = [Figures.of_json(json.loads(json.dumps(Figures.of(c).as_json()))) for c in found]
     shape = json.loads(json.dumps(summary(kept)))
     assert shape["vs_best_static"] == summary([*map(Figures.of, found)])["vs_best_static"], "the same from a file"
-    wanted = ("vs_defaults", "vs_best_static", "vs_best_static_with_admission", "shift_vs_best_static")
+    wanted = ("vs_defaults", "vs_stock", "vs_best_static", "vs_best_static_with_admission", "shift_vs_best_static")
     for name in wanted:
         low, high = shape["intervals"][name]
         assert 0 < low <= shape[name] <= high
+    for of_load in shape["cases"].values():
+        assert of_load["stock"]["offered"] == of_load["ours"]["offered"] and "stock" not in of_load["fixed settings"]
+        assert of_load["ratios"]["stock"][0] == pytest.approx(of_load["ratios"]["defaults"][0], rel=0.2), (
+            "simulated, the same"
+        )
     assert shape["vs_defaults"] > 1.05, "steps of 2048 tokens hold back all that decodes"
     over, prompts = (found[0].ours[BEST], found[1].ours[BEST])
     assert shape["vs_best_static"] == pytest.approx(over.value, abs=1e-4)
@@ -219,11 +235,36 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     )
 
 
-def test_the_client_counts_rounds() -> None:
-    runs = [Run(100, 100, 0, good, {}) for good in (40, 50)], [Run(100, 80, 19, good, {}) for good in (60, 75)]
+BROKE_OFF = (
+    'Traceback (most recent call last):\n  File "vllm/benchmarks/lib/endpoint_request_func.py", line 236, in '
+    "async_request_openai_completions\n    async for chunk_bytes in response.content.iter_any():\n"
+    "aiohttp.client_exceptions.ClientPayloadError: Response payload is not completed\n"
+)
+
+
+def client_run(monkeypatch: pytest.MonkeyPatch, folder: Path, good: int, *errors: str) -> Run:
+    """A run of 100 requests, of which those with ``errors`` failed, by what ``vllm bench serve`` writes of it."""
+    said = {"duration": 8.0, "completed": 100 - len(errors), "failed": len(errors), "request_goodput": good / 8.0}
+    detailed = {"errors": [""] * (100 - len(errors)) + [*errors]}
+
+    def run(command: list[str], **_: Any) -> Any:
+        result = Path(command[command.index("--result-dir") + 1]) / command[command.index("--result-filename") + 1]
+        result.write_text(json.dumps(said | (detailed if "--save-detailed" in command else {})))
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(client.subprocess, "run", run)
+    server = type("Server", (), {"url": "http://127.0.0.1:1", "folder": folder})
+    return client.send(server, Lengths(60, 20), folder, count=100, seed=1)  # type: ignore[arg-type]
+
+
+def test_the_client_counts_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    late, full = "Too Many Requests", "Service Unavailable"
+    each = [(40,), (50,)], [(60, *[late] * 18, full), (75, *[late] * 17, full, BROKE_OFF, "Internal Server Error")]
+    runs = [[client_run(monkeypatch, tmp_path, *one) for one in side] for side in each]
     found = Found(SLO(ttft_ms=800), 5.0, *runs, attached=True)
     assert found.ratio.value == pytest.approx(1.5) and found.ratio.low == pytest.approx(1.5)
-    assert [run.lost for run in (*found.stock, *found.ours)] == [0, 0, 1, 1]
+    assert [run.refused for run in (*found.stock, *found.ours)] == [0, 0, 19, 18]
+    assert [run.lost for run in (*found.stock, *found.ours)] == [0, 0, 0, 2]
     assert math.isnan(Found(SLO(ttft_ms=800), 5.0, [], [], attached=False).ratio.value)
 
 
@@ -290,8 +331,8 @@ class TestParts:
 
     @pytest.fixture(autouse=True)
     def parts(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        ratio = Ratio(1.25, np.log(np.full(8, 1.25)))
-        figures = Figures("over", False, {"slo": "x"}, {"defaults": ratio}, {"defaults": ratio})
+        ratio, twice = (Ratio(value, np.log(np.full(8, value))) for value in (1.25, 2.0))
+        figures = Figures("over", False, {"slo": "x"}, {"defaults": ratio, "stock": twice}, {"defaults": ratio})
 
         def contest(*args: Any) -> dict[str, Any]:
             args[5]["over"] = figures
@@ -319,6 +360,7 @@ class TestParts:
         found = self.said(capsys)
         assert found["failures"] == ["overhead: overhead broke down", "client: client broke down"]
         assert found["vs_defaults"] == 1.25 and found["agreement"]["served"] == 48 and found["stopped"] is False
+        assert found["vs_stock"] == 2.0 and found["intervals"]["vs_stock"] == [2.0, 2.0]
 
     def test_a_contest_that_fails_leaves_what_was_found_before(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -331,6 +373,22 @@ class TestParts:
         found = self.said(capsys)
         assert found["failures"] == ["contest: vLLM is gone"] and found["agreement"]["served"] == 48
         assert found["vs_defaults"] is None
+
+    def test_a_request_that_the_client_lost_is_a_failure(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for lost in (0, 2):
+            runs = [Run(100, 100, 0, 50, {})], [Run(100, 80, 20 - lost, 60, {})]
+            found = Found(SLO(ttft_ms=800), 5.0, *runs, attached=True)
+            monkeypatch.setattr(live_command.client, "contest", lambda *_, found=found, **__: found)
+            assert live_command.main(["--quick", "--part", "client"]) == (1 if lost else 0)
+            shape = self.said(capsys)
+            assert shape["client"]["lost"] == {"stock": [0], "ours": [lost]}
+            assert shape["failures"] == (
+                ["client: neither completed nor refused were 2 requests to the self-tuning server, 0 to stock"]
+                if lost
+                else []
+            )
 
     def test_ctrl_c_in_the_last_part_keeps_the_contest(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -374,12 +432,18 @@ def test_host_overhead_is_the_larger_and_says_of_what() -> None:
     many = [stock, [(2.3e-3, 1.2e-3), (2.5e-3, 1.3e-3), (2.1e-3, 1.26e-3)], [(2.4e-3, 1.4e-3)] * 3]
     hosts = [overhead._host(16, few, True), overhead._host(64, many, True)]
     assert hosts[0].beside_runner == (pytest.approx(0.1), pytest.approx(0.3))
-    assert [share for _, share in hosts[1].rounds] == pytest.approx([0.1, 1 / 7, 0.2])
     shape = overhead.shape(hosts)
     assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.2, "scheduler")
     assert shape["host_overhead_beside_runner"] == 0.1, "the runner took longer by chance"
     assert shape["intervals"]["host_overhead"] == [0.2, 0.2], "of the number of sequences whose share it is"
     assert hosts[1].interval(1) == [0.1, 0.2]
+    uneven = [
+        [(1e-3 * s, 1e-3 * s) for s in each]
+        for each in ((10, 10, 10, 10, 20, 20, 20), (11, 11, 11, 22, 22, 22, 22), (1,) * 7)
+    ]
+    medians = overhead._host(64, uneven, True)
+    assert medians.share(22e-3) == pytest.approx(1.2), "six of the seven rounds have 0.1"
+    assert medians.interval(0) == medians.interval(1) == [0.1, 1.2], "of medians, as the figure is"
     assert "scheduler +200 µs: 0.200 (beside the runner +100 µs: 0.100)" in hosts[0].said()
     assert "beside the runner 0.100 to 0.200 in single rounds" in hosts[1].said()
     bare = [overhead._host(16, few, False), overhead._host(64, many, False)]
@@ -463,7 +527,7 @@ def test_restarts_are_counted_and_not_waited_for(machine: Machine) -> None:
     assert score.offered > 10 and 30.0 + SECONDS < rig.spent_s < 60.0
     with pytest.raises(Interrupted):
         LiveRig(machine, case, lambda: True).measure(SMALL_STEPS.knobs, 3)
-    assert len(FULL.grid.cells()) >= 24
+    assert len(FULL.grid.cells()) >= 24 and FULL.rounds >= 6
 
 
 def test_a_run_on_a_machine_that_changed_its_speed_is_told_to_be_none(machine: Machine) -> None:

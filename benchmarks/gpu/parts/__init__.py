@@ -36,6 +36,7 @@ PARTS: Final = (
     Part("fault-sticky", "A device that is lost", "fault_sticky", 240),
     Part("served", "A served load, over HTTP", "served", 420, "qwen3-0.6b"),
     Part("served-vllm", "The same load on vLLM", "served_vllm", 540, "qwen3-0.6b"),
+    Part("tuned-vllm", "vLLM, profiled and tuned", "tuned_vllm", 560, "qwen3-0.6b"),
     Part("profile-qwen3-0.6b", "autotune profile, Qwen3 0.6B", "profile", 480, "qwen3-0.6b"),
     Part("profile-qwen3-8b", "autotune profile, Qwen3 8B", "profile", 480, "qwen3-8b"),
     Part("profile-llama-3.1-8b", "autotune profile, Llama 3.1 8B", "profile", 480, "llama-3.1-8b"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import sys
 
 from benchmarks.gpu.parts.served import offered
 from benchmarks.gpu.place import LeftOutError, Place
-from benchmarks.gpu.server import serving
+from benchmarks.gpu.server import free_port, serving
 from benchmarks.vllm.model import model_folder
 
 
@@ -20,9 +19,7 @@ def run(place: Place, model: str) -> None:
     folder = place.folder / f"vllm-{model}"
     if not folder.exists():
         model_folder(folder, model)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port),
         "--load-format", "dummy", "--dtype", "bfloat16",
