@@ -40,7 +40,7 @@ help:
 	@echo "make bench-classes     interactive and batch requests on one engine, in virtual time"
 	@echo "make bench-orderings   every ordering at, below and past capacity, in virtual time (ARGS=--live: on the engine)"
 	@echo "make bench-when-tuning-pays  what each part gains over vLLM's defaults on eight GPUs, in virtual time (docs/when-tuning-pays.md)"
-	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits"
+	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits (ARGS=\"CONV.csv CODE.csv\")"
 	@echo "make bench-batcher     the Batcher against Ray Serve, LitServe and BentoML, and against simple rules in virtual time"
 	@echo "make bench-batcher-overhead  what the Batcher itself costs an item"
 	@echo "make bench-embeddings  sentence embeddings through the Batcher against sentence-transformers"

@@ -74,6 +74,18 @@ def deviation(text: str) -> float:
     return value
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that counts, without an upper bound."""
+
+    def parse(text: str) -> int:
+        value = _number(text)
+        if not (value >= least and value.is_integer()):
+            raise argparse.ArgumentTypeError(f"{text}; it must be a whole number from {least} on")
+        return int(value)
+
+    return parse
+
+
 def count(text: str) -> int:
     value = _number(text)
     if not (1 <= value <= 100 and value.is_integer()):

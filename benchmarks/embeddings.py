@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command, exit_code
+from benchmarks.command import at_least, command, exit_code
 
 SIZES = (8, 16, 32, 64, 128)
 BUDGETS = (512, 1024, 2048, 4096)
@@ -91,9 +91,9 @@ def best(what: str, choices: dict[int, Encode], texts: Sequence[str]) -> tuple[i
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("embeddings", __doc__)
     parser.add_argument("--quick", action="store_true", help="1,000 texts and one round")
-    parser.add_argument("--texts", type=int, default=None, help="in each round (5000; quick: 1000)")
-    parser.add_argument("--rounds", type=int, default=None, help="3; quick: 1")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--texts", type=at_least(5), default=None, help="in each round, at least 5 (5000; quick: 1000)")
+    parser.add_argument("--rounds", type=at_least(1), default=None, help="3; quick: 1")
+    parser.add_argument("--threads", type=at_least(1), default=2)
     args = parser.parse_args(argv)
     count = args.texts or (1000 if args.quick else 5000)
     rounds = args.rounds or (1 if args.quick else 3)

@@ -24,6 +24,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import command, exit_code
+from benchmarks.command import at_least, command, exit_code
+from runtime.errors import InputError
 
 BATCH = 32
 OUTPUT = 64
@@ -241,14 +243,26 @@ def ratio(peers: list[dict[str, Any]], at: int) -> float:
     return float(statistics.median(a / b for a, b in zip(peers[0]["rates"], peers[at]["rates"], strict=True)))
 
 
+def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """The ratios of each kind of prompts that was measured, for the JSON line."""
+    prefixes = {"short": "", "long": "long_", "even": "even_"}
+    names = {"vs_transformers_cb": 1, "vs_static": 2}
+    return {
+        f"{prefix}{name}": round(ratio(found[kind], at), 3)
+        for kind, prefix in prefixes.items()
+        if kind in found
+        for name, at in names.items()
+    }
+
+
 @exit_code()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("engine", __doc__)
     parser.add_argument(
         "--quick", action="store_true", help="fewer prompts and rounds, and only the fast dtype on one thread"
     )
-    parser.add_argument("--prompts", type=int, default=None, help="prompts in each round (64; quick: 32)")
-    parser.add_argument("--rounds", type=int, default=None, help="rounds in each case (3; quick: 2)")
+    parser.add_argument("--prompts", type=at_least(1), default=None, help="prompts in each round (64; quick: 32)")
+    parser.add_argument("--rounds", type=at_least(1), default=None, help="rounds in each case (3; quick: 2)")
     parser.add_argument(
         "--sorted-static", action="store_true", help="batch the static peer by length, all prompts known"
     )
@@ -261,6 +275,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.worker:
         worker(args.worker, args.kinds.split(","), args.prompts, args.rounds, args.sorted_static)
         return
+    if args.vllm is not None:
+        if shutil.which(args.vllm) is None:
+            raise InputError(f"--vllm: {args.vllm} is no program")
+        if max(args.prompts, args.rounds) > 100:
+            raise InputError(
+                f"--prompts is {args.prompts} and --rounds {args.rounds}; they must be at most 100 with --vllm"
+            )
     from runtime.torch_backend.loading import cpu_has_bfloat16
 
     fast = "bfloat16" if cpu_has_bfloat16() else "float32"
@@ -269,23 +290,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"output tokens per CPU second, {args.prompts} prompts, {OUTPUT} tokens each, median of {args.rounds} rounds (range)"
     )
-    for dtype, threads in dict.fromkeys((d, t) for d, t, _ in wanted):
-        kinds = [k for d, t, k in wanted if (d, t) == (dtype, threads)]
-        for kind, peers in run_case(dtype, threads, kinds, args):
-            found[dtype, threads, kind] = peers
-            for row in said(peers, f"{dtype:8} {threads} thread{'s' if threads > 1 else ' '} {kind:5}"):
-                print(row, flush=True)
-    short, even, long = (found[fast, 1, kind] for kind in KINDS)
-    summary = {
-        "vs_transformers_cb": ratio(short, 1),
-        "vs_static": ratio(short, 2),
-        "long_vs_transformers_cb": ratio(long, 1),
-        "long_vs_static": ratio(long, 2),
-        "even_vs_transformers_cb": ratio(even, 1),
-        "even_vs_static": ratio(even, 2),
-    }
-    beside = {"dtype": fast} if args.vllm is None else beside_vllm(args.vllm, fast, args.prompts, args.rounds)
-    print(json.dumps({name: round(value, 3) for name, value in summary.items()} | beside))
+    beside: dict[str, Any] = {"dtype": fast}
+    try:
+        for dtype, threads in dict.fromkeys((d, t) for d, t, _ in wanted):
+            kinds = [k for d, t, k in wanted if (d, t) == (dtype, threads)]
+            for kind, peers in run_case(dtype, threads, kinds, args):
+                found[dtype, threads, kind] = peers
+                for row in said(peers, f"{dtype:8} {threads} thread{'s' if threads > 1 else ' '} {kind:5}"):
+                    print(row, flush=True)
+        if args.vllm is not None:
+            beside = beside_vllm(args.vllm, fast, args.prompts, args.rounds)
+    finally:  # what was measured stands, whatever a process failed with
+        print(json.dumps(summary({kind: found[fast, 1, kind] for kind in KINDS if (fast, 1, kind) in found}) | beside))
 
 
 if __name__ == "__main__":

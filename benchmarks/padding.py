@@ -23,7 +23,7 @@ import numpy as np
 
 from autotune.workload.fitted import load_fitted
 from autotune.workload.readers import read_azure
-from benchmarks.command import command, exit_code
+from benchmarks.command import at_least, command, exit_code
 from runtime import KnobLimits, Knobs
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Call, Item
@@ -107,7 +107,7 @@ def measure(way: Way, lengths: Sequence[int], rate: float, seed: int) -> Found:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("padding", __doc__)
     parser.add_argument("--trace", default=None, help="AzureLLMInferenceTrace_code.csv; the fitted preset by default")
-    parser.add_argument("--items", type=int, default=8000)
+    parser.add_argument("--items", type=at_least(1), default=8000)
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args(argv)
     lengths = lengths_of(args.trace, args.items, random.Random(args.seed))

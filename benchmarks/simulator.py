@@ -26,7 +26,7 @@ from autotune.measure.evaluate import evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.attached import at_work
-from benchmarks.command import command, exit_code
+from benchmarks.command import at_least, command, exit_code
 from benchmarks.controller.hardware import H200, h200
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
@@ -116,14 +116,14 @@ def million(load: Workload, requests: int) -> None:
 
 
 @exit_code()
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = command("simulator", __doc__)
-    parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=at_least(1), default=4000)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", help="the Azure 2023 conversation trace, a CSV file")
     parser.add_argument("--million", action="store_true", help="serve a million requests and watch the memory")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     load = parse_workload(f"azure-conv:{args.trace}" if args.trace else "azure-conv").at_rate(RATE)
     arrivals = list(load.arrivals(args.seed, limit=args.requests))

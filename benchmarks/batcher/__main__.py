@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from benchmarks.batcher.cases import AFTERWARDS_S, BURST, BURST_S, CALM_S, LOADS
 from benchmarks.batcher.load import Account, Load
 from benchmarks.batcher.peers import OURS, PEERS, Contender, Unavailable, send, servers
 from benchmarks.batcher.service import BARE_S, CAPACITY, SLO_S
-from benchmarks.command import command, exit_code
+from benchmarks.command import command, exit_code, say
 
 WARM_UP_S = 3.0
 
@@ -224,8 +224,12 @@ def tell_price(cell: Cell) -> str:
     return f"{cell.per_item * 1e3:6.1f} ({cell.attainment:.4f})"
 
 
+def json_line(found: Mapping[str, float]) -> str:
+    return json.dumps({name: None if value == inf else round(value, 4) for name, value in found.items()})
+
+
 @exit_code()
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = command("batcher", __doc__)
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--only", choices=("http", "virtual"), help="one half of it")
@@ -242,12 +246,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             http = over_http(contenders, seconds, rounds)
         except Unavailable as error:
-            sys.exit(f"error: {error}; --only virtual needs no peers")
+            say(f"error: {error}; --only virtual needs no peers")
+            print(json_line(found))
+            return 1
         show_http(http, contenders)
         attainments = {name: {load: http.attainment(name, load) for load in LOADS} for name in http.runs}
         idle = statistics.median(run.p50 for run in http.runs["ours"][LOADS[0]])
         found = summary(attainments, idle, http.bursts) | found
-    print(json.dumps({name: None if value == inf else round(value, 4) for name, value in found.items()}))
+    print(json_line(found))
+    return 0
 
 
 if __name__ == "__main__":

@@ -86,12 +86,13 @@ def _heard(driver: Any, digest: Digest) -> Any:
 
 
 class Cache:
-    """Entries by name in one file of JSON, an entry a line."""
+    """Entries by name in one file of JSON, an entry a line. Without ``use`` only those are given out that were put here."""
 
     def __init__(self, path: Path, *, use: bool = True) -> None:
         self.path = path
         self._entries = self._read()
         self._use = use
+        self._put: set[str] = set()
 
     def _read(self) -> dict[str, dict[str, Any]]:
         return dict(json.loads(self.path.read_text(encoding="utf-8"))) if self.path.is_file() else {}
@@ -99,7 +100,8 @@ class Cache:
     def get(self, name: str, digest: str) -> dict[str, Any] | None:
         """The entry, if it is of this digest and may be used."""
         entry = self._entries.get(name)
-        return entry if self._use and entry is not None and entry["digest"] == digest else None
+        usable = self._use or name in self._put
+        return entry if usable and entry is not None and entry["digest"] == digest else None
 
     def entry(self, name: str) -> dict[str, Any] | None:
         """The entry, whatever its digest: for a report of what was found once."""
@@ -107,6 +109,7 @@ class Cache:
 
     def put(self, name: str, digest: str, entry: dict[str, Any]) -> None:
         """Keep ``entry``, on disk at once, beside what another run has put there meanwhile."""
+        self._put.add(name)
         self._entries = self._read() | {name: {"digest": digest, **entry}}
         lines = ",\n".join(
             f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"

@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 
-from benchmarks.command import command, exit_code
+from benchmarks.command import at_least, command, exit_code
 from benchmarks.overhead.controller import (
     KNOBS,
     TARGET,
@@ -165,13 +165,13 @@ class Timed:
 
 
 @exit_code()
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = command("overhead", __doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120, help="steps of the real engine in each round")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--steps", type=at_least(1), default=120, help="steps of the real engine in each round")
     parser.add_argument("--growth-steps", type=int, default=100_000, help="steps of the controller's long run")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     per_sequence, pairs = extra_sequence(args.rounds)
     print("schedule + update, µs of CPU a step (no model)")

@@ -26,6 +26,7 @@ goodput, as a share of each case's best, over the mean of theirs (null: they ser
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +35,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.command import command, deviation, exit_code
+from benchmarks.command import at_least, command, deviation, exit_code
 from benchmarks.kept import Kept
 from benchmarks.sweep.cases import CASES
 from benchmarks.sweep.contest import OURS, CaseResult, Result, play
@@ -123,11 +124,13 @@ def summary(cases: Sequence[CaseResult]) -> dict[str, object]:
     }
 
 
-@exit_code()
-def main() -> None:
+@exit_code("interrupted; cases that are done are in --keep FILE")
+def main(argv: Sequence[str] | None = None) -> None:
     parser = command("sweep", __doc__)
     parser.add_argument("--quick", action="store_true", help="three cases, one seed, two rounds of the grid")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at a time, each a process of its own (default 1)")
+    parser.add_argument(
+        "--jobs", type=at_least(1), default=1, help="cases at a time, each a process of its own (default 1)"
+    )
     parser.add_argument("--cases", nargs="*", choices=[c.name for c in CASES], help="only these")
     parser.add_argument(
         "--drift",
@@ -139,7 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="keep each case that is done, and go on from those kept"
     )
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     names = given.cases or (list(QUICK) if given.quick else [c.name for c in CASES])
     seeds = tuple(given.seeds or (QUICK_SEEDS if given.quick else SEEDS))
     rounds, truth_seeds = (2, 3) if given.quick else (ROUNDS, 6)
@@ -148,7 +151,9 @@ def main() -> None:
     kept = Kept(given.keep, {"seeds": seeds, "rounds": rounds, "truth_seeds": truth_seeds, **drift})
     done = {case.case: case for case in map(CaseResult.of_json, kept.known())}
     left = [name for name in names if name not in done]
-    with ProcessPoolExecutor(given.jobs) as pool:
+    # Ctrl-C reaches the workers as well, where a pool would take it for the result of a case and go on with the next.
+    pool = ProcessPoolExecutor(given.jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
+    try:
         for future in as_completed([pool.submit(work, name) for name in left]):
             case = future.result()
             kept.add(asdict(case))
@@ -158,6 +163,12 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
+    except BaseException:
+        for process in [*pool._processes.values()]:  # what they would find, nobody takes
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     cases = [done[name] for name in names]
     report(cases)
     print(json.dumps(summary(cases) | drift))

@@ -12,8 +12,8 @@ The CPU time that the model takes (forward, logits, sampling) is left out of eac
 The last line is JSON; ``host_overhead`` is what *scheduler* takes more, ÷ what stock takes, the largest over the numbers of
 sequences; of *engine* where no controller is attached to the scheduler. Both times hold what vLLM's model runner takes to prepare
 inputs: it is the same code in all three, runs none of ours, and may vary by more from turn to turn than ours takes.
-``host_overhead_beside_runner`` is what is more beside it, ÷ the same. ``intervals``: of either the 95% interval, by a bootstrap
-over rounds.
+``host_overhead_beside_runner`` is what is more beside it, ÷ the same. ``intervals``: of either the 95% interval, by a bootstrap:
+rounds are drawn, and the same is made of their medians.
 
 Run ``python -m benchmarks.vllm.overhead`` by a Python that has vLLM; some four minutes.
 """
@@ -47,8 +47,8 @@ _SKIP = 5  # steps at either end of a run
 
 class Host(NamedTuple):
     """Of so many sequences: medians over rounds, seconds of CPU a step without the model; ``…runner``: of that, what vLLM's model
-    runner takes to prepare its inputs. ``scheduler``: None where no controller was attached. ``rounds``: of each the share that
-    is more, and the one beside the runner."""
+    runner takes to prepare its inputs. ``scheduler``: None where no controller was attached. ``rounds``: the seconds of each, of
+    stock and of ours, as in the medians: all without the model, and the runner's part."""
 
     sequences: int
     stock: float
@@ -86,15 +86,20 @@ class Host(NamedTuple):
                     f"{name} {1e6 * (seconds - self.stock):+.0f} µs: {self.share(seconds):.3f} "
                     f"(beside the runner {1e6 * beside:+.0f} µs: {beside / self.stock:.3f})"
                 )
-        singly = [share for _, share in self.rounds]
+        singly = [_shares([one])[1] for one in self.rounds]
         return ", ".join(parts) + f"; beside the runner {min(singly):.3f} to {max(singly):.3f} in single rounds"
 
     def interval(self, which: int) -> list[float]:
-        """95% of the median over rounds: of the share (0), or of the one beside the runner (1)."""
-        values = np.array([shares[which] for shares in self.rounds])
-        picked = np.random.default_rng(3).integers(0, len(values), size=(DRAWS, len(values)))
-        low, high = np.percentile(np.median(values[picked], axis=1), [2.5, 97.5])
+        """95% of the share (0), or of the one beside the runner (1), over rounds drawn anew."""
+        picked = np.random.default_rng(3).integers(0, len(self.rounds), size=(DRAWS, len(self.rounds)))
+        low, high = np.percentile(_shares(np.array(self.rounds)[picked])[which], [2.5, 97.5])
         return [round(float(low), 4), round(float(high), 4)]
+
+
+def _shares(rounds: Any) -> tuple[Any, Any]:
+    """What the medians of ``rounds`` (of each set of them) say is more than stock, and what beside the runner, in units of it."""
+    stock, runner, ours, ours_runner = np.moveaxis(np.median(rounds, axis=-2), -1, 0)
+    return (ours - stock) / stock, (ours - ours_runner - (stock - runner)) / stock
 
 
 def shape(found: Sequence[Host]) -> dict[str, Any]:
@@ -247,7 +252,7 @@ def _host(sequences: int, took: Sequence[Sequence[tuple[float, float]]], attache
         (statistics.median(t for t, _ in kind), statistics.median(t - without for t, without in kind)) for kind in took
     )
     rounds = [
-        [(ours - whole) / whole, (without_ours - without) / whole]
+        [whole, whole - without, ours, ours - without_ours]
         for (whole, without), (ours, without_ours) in zip(took[0], took[1 if attached else 2], strict=True)
     ]
     return Host(

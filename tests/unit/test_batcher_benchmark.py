@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import selectors
 import socket
 import sys
@@ -16,10 +17,11 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from benchmarks.batcher import __main__ as command
 from benchmarks.batcher.__main__ import judge, summary
 from benchmarks.batcher.cases import Burst, base, flooded, measure, own, recovery
 from benchmarks.batcher.load import Account, Client, Load, OnTime
-from benchmarks.batcher.peers import PEERS
+from benchmarks.batcher.peers import PEERS, Unavailable
 from benchmarks.batcher.rules import Aimd, Bento, Clipper, Line, SizeOrWait, WhenFree
 from benchmarks.batcher.service import BASE_S, CAPACITY, HTTP_S, ITEM_S, LARGEST, SLO_S, Refused, application, service_s
 from benchmarks.batcher.world import Choice, Item, OwnDevices, Rule, SharedDevice, play, poisson
@@ -176,6 +178,20 @@ def test_an_account_is_judged_by_answers_in_time() -> None:
     account = Account([0.5, 3.5, 3.6, 3.7, 3.8], [9.0, 0.1, 0.5, 0.2, 0.3], [200, 200, 200, 503, 0], 0.001, 0.002)
     run = judge(account, 3.0)
     assert (run.attainment, run.p50, run.late_p99) == (0.25, 0.5, 0.001)
+
+
+def test_what_was_found_stands_where_a_peer_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def over_http(*_: object) -> object:
+        raise Unavailable("no environment for LitServe: no network")
+
+    monkeypatch.setattr(command, "virtual", lambda *_: {"virtual_idle_p50_ratio": 1.0, "virtual_burst_recovery_s": inf})
+    monkeypatch.setattr(command, "over_http", over_http)
+    assert command.main(["--quick"]) == 1
+    told = capsys.readouterr()
+    assert told.err == "error: no environment for LitServe: no network; --only virtual needs no peers\n"
+    assert json.loads(told.out) == {"virtual_idle_p50_ratio": 1.0, "virtual_burst_recovery_s": None}
 
 
 async def test_the_thin_server_says_what_the_batching_says() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks import embeddings, engine, padding, simulator
 from benchmarks.command import exit_code
+from benchmarks.overhead import __main__ as overhead
+from benchmarks.sweep import __main__ as sweep
 from runtime.errors import InputError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -46,6 +50,26 @@ def test_any_other_error_is_a_defect_and_keeps_its_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError):
         main()
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "said"),
+    [
+        (sweep.main, ["--jobs", "0"], "--jobs: 0; it must be a whole number from 1 on"),
+        (simulator.main, ["--rounds", "0"], "--rounds: 0; it must be a whole number from 1 on"),
+        (overhead.main, ["--rounds", "0"], "--rounds: 0; it must be a whole number from 1 on"),
+        (padding.main, ["--items", "0"], "--items: 0; it must be a whole number from 1 on"),
+        (embeddings.main, ["--texts", "3"], "--texts: 3; it must be a whole number from 5 on"),
+        (engine.main, ["--prompts", "1e999"], "--prompts: 1e999; it must be a whole number from 1 on"),
+    ],
+)
+def test_a_count_that_leaves_nothing_to_measure_is_bad_input(
+    main: Callable[[list[str]], int], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument {said}\n")
 
 
 def test_every_benchmark_with_options_ends_that_way() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from statistics import mean
 from typing import Any
 
@@ -97,14 +100,15 @@ def test_the_continuous_peer_may_have_every_budget_that_ours_has() -> None:
         assert f"page 256, budget {budget}" in settings
 
 
+def run_case(dtype: str, threads: int, kinds: list[str], args: Any) -> Iterator[tuple[str, Any]]:
+    for at, kind in enumerate(kinds):
+        rates = ([12.0 + at], [4.0], [3.0])
+        yield kind, [{"name": name, "settings": "", "rates": r} for name, r in zip("abc", rates, strict=True)]
+
+
 def test_the_line_of_json_has_every_kind_of_prompts_against_both(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_case(dtype: str, threads: int, kinds: list[str], args: Any) -> Iterator[tuple[str, Any]]:
-        for at, kind in enumerate(kinds):
-            rates = ([12.0 + at], [4.0], [3.0])
-            yield kind, [{"name": name, "settings": "", "rates": r} for name, r in zip("abc", rates, strict=True)]
-
     monkeypatch.setattr(engine, "run_case", run_case)
     assert engine.main(["--quick"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -113,3 +117,39 @@ def test_the_line_of_json_has_every_kind_of_prompts_against_both(
         "vs_transformers_cb": 3.0, "vs_static": 4.0, "even_vs_transformers_cb": 3.25, "even_vs_static": 4.333,
         "long_vs_transformers_cb": 3.5, "long_vs_static": 4.667,
     }  # fmt: skip
+
+
+def test_what_was_measured_is_said_though_a_process_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(dtype: str, threads: int, kinds: list[str], args: Any) -> Iterator[tuple[str, Any]]:
+        yield from islice(run_case(dtype, threads, kinds, args), 1)
+        raise subprocess.CalledProcessError(1, "worker")
+
+    python = ["--quick", "--vllm", shutil.which("false") or "false"]
+    for case, figures in ((run_case, 6), (failing, 2)):
+        monkeypatch.setattr(engine, "run_case", case)
+        with pytest.raises(subprocess.CalledProcessError, match="exit status 1"):
+            engine.main(python)
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert len(found) == figures + 1 and found["dtype"] in ("bfloat16", "float32")
+        assert found["vs_transformers_cb"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--vllm", "nowhere/python"], "--vllm: nowhere/python is no program"),
+        (["--vllm", "tests"], "--vllm: tests is no program"),
+        (
+            ["--vllm", "true", "--prompts", "128"],
+            "--prompts is 128 and --rounds 3; they must be at most 100 with --vllm",
+        ),
+    ],
+)
+def test_what_vllm_cannot_be_measured_with_is_said_before_anything_is(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "run_case", None)
+    assert engine.main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"

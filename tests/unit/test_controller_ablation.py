@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from autotune.control.controllers.parts.targets import SLOTargets
+from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.predictive.step_budget import FirstSteps, StepBudget
+from autotune.control.controllers.predictive.trusted_model import TrustedModel
+from benchmarks.controller import ablation
 from benchmarks.controller.ablation import LAYERS, PARTS, algorithm, main
 from benchmarks.controller.contenders import Layer, driver_of
 from benchmarks.controller.loads import arrivals
 from benchmarks.controller.run import Outcome, serve
 from benchmarks.controller.scenarios import SCENARIOS
+from runtime.knobs import Knobs
 
 SCENARIO = SCENARIOS["M9"]
 
@@ -21,6 +27,26 @@ def served(part: str | None, layer: Layer, seconds: float = 8.0) -> Outcome:
         for n, p in enumerate(SCENARIO.phases)
     ]
     return serve(SCENARIO, phases, driver_of(algorithm(part), layer, {}), 1)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_takes_a_part_out_replaces_what_is_there(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = PredictiveController(SCENARIO.phases[0].slo, Knobs())
+    replaced = list[str]()
+
+    def replace(owner: object, name: str, value: object) -> None:
+        old = getattr(owner, name)
+        ours = value if isinstance(value, type) else type(value)
+        if ours.__module__ == ablation.__name__:  # a stand-in, or a class that overrides
+            whole = owner if name == "__class__" else old
+            assert [each for each in vars(ours) if each[:2] != "__" and not hasattr(whole, each)] == []
+        replaced.append(name)
+        object.__setattr__(owner, name, value)
+
+    for kind in (PredictiveController, TrustedModel, SLOTargets, StepBudget, FirstSteps):
+        monkeypatch.setattr(kind, "__setattr__", replace)
+    PARTS[part](made)
+    assert replaced
 
 
 @pytest.mark.slow

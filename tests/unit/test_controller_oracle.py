@@ -139,7 +139,12 @@ class TestCache:
         assert entry is not None
         assert from_entry(entry) == best
         assert Cache(path).get("M1", "other") is None
-        assert Cache(path, use=False).get("M1", "abc") is None
+        anew = Cache(path, use=False)
+        assert anew.get("M1", "abc") is None
+        anew.put("M1", "abc", to_entry(best))
+        again = anew.get("M1", "abc")
+        assert again is not None and from_entry(again) == best, "what is found anew is not searched for twice"
+        assert anew.get("M0", "abd") is None
         assert [line[:6] for line in path.read_text().splitlines()] == ["{", ' "M0":', ' "M1":', "}"]
 
     def test_an_entry_from_before_a_knob_was_there_is_read(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 
@@ -76,6 +77,21 @@ def test_knobs_alone_meet_as_many_targets_as_the_starting_knobs(name: str) -> No
 def test_without_the_comparison_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StartComparison, "holds", lambda self, now, worth_trying: False)
     assert least(name).ratio < 0.9
+
+
+def test_figures_are_of_seeds_that_nothing_was_tuned_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[int]] = []
+
+    def harm(seeds: Sequence[int], names: Sequence[str], say: object) -> dict[str, Window]:
+        asked.append(list(seeds))
+        return {name: Window(10, 800, 380, 400, 380, 400, 0.01) for name in names}
+
+    monkeypatch.setattr(adversaries, "harm", harm)
+    assert adversaries.harm_min({}, print, everything=True) == {"harm_min": 0.95}
+    assert adversaries.main([]) == 0 and adversaries.main(["--seeds", "4"]) == 0
+    assert asked == [[201, 202, 203, 204], [201, 202, 203, 204], [1, 2, 3, 4]]
 
 
 def test_where_the_start_meets_nearly_nothing_a_changing_speed_does_not_hold_it() -> None:
