@@ -47,7 +47,7 @@ class VirtualClock:
         return self._now
 
     def advance(self, seconds: float) -> float:
-        if seconds < 0:
+        if not seconds >= 0:  # NaN is not
             raise ValueError(f"seconds is {seconds}; a clock cannot run backwards")
         self._now += seconds
         return self._now

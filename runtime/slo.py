@@ -18,7 +18,7 @@ from runtime.records import RequestRecord
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
 _TARGET = re.compile(r"^\s*([A-Za-z0-9_]+)\s*=\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)\s*$")
-_UNITS = {"ms": 1.0, "s": 1000.0}
+_UNITS = {"ms": 1, "s": 1000}
 _EXAMPLE = "ttft=500ms,tpot=50ms@99%"
 
 
@@ -75,8 +75,8 @@ class SLO:
             if name in targets:
                 raise ValueError(f'"{name}" is given twice')
             try:
-                value = float(number)
-            except ValueError:
+                value, exact = float(number), Decimal(number)  # in decimal, or 1.001s would not be 1001ms
+            except (DecimalException, ValueError):
                 raise ValueError(f'"{part.strip()}": {number} is not a number') from None
             if not unit:
                 raise ValueError(f'"{part.strip()}" has no unit; write {name}={number}ms or {name}={value / 1000:g}s')
@@ -84,7 +84,7 @@ class SLO:
                 raise ValueError(f'"{part.strip()}": {unit} is not a unit; the units are {", ".join(_UNITS)}')
             if value <= 0:
                 raise ValueError(f'"{part.strip()}" must be above 0')
-            targets[name] = value * _UNITS[unit]
+            targets[name] = float(exact * _UNITS[unit]) if math.isfinite(value) else value
         return cls(**{f"{name}_ms": value for name, value in targets.items()}, attainment=attainment)
 
     @classmethod
@@ -158,6 +158,7 @@ class RequestClass:
         """Read ``text`` such as ``chat:ttft=300ms,tpot=30ms@95%*2``: name, SLO, weight (1 unless given). Raises ``ValueError``;
         ``where`` says who gave it."""
         name, colon, rest = text.partition(":")
+        name = name.strip()
         slo, star, weight = rest.partition("*")
         if not colon or not name or not slo:
             raise ValueError(
@@ -166,7 +167,7 @@ class RequestClass:
         if name == "default":
             raise ValueError(f"{where} {name}: its SLO is that of all other requests")
         try:
-            worth = float(weight) if star else 1.0
+            worth = float(weight.replace("_", "?")) if star else 1.0  # only Python takes 1_0 for a number
         except ValueError:
             raise ValueError(f'{where} {name}: weight is "{weight}"; it must be a number above 0, as *0.2') from None
         try:

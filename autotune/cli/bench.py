@@ -352,12 +352,12 @@ def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) 
     comparison = PairedComparison(run.results, run.duration)
     baseline = run.contenders[0]
     show(comparison, load.slo, run.console, baseline=baseline, classes=load.classes)
+    if as_json:  # ahead of the page, which a disk may not take
+        print(json.dumps(_shape(run, load, comparison, baseline, stopped)))
     if out is not None:
         title = f"{run.facts.name}, {load.spec} at {load.workload.rate:.3g} req/s, SLO {load.slo}"
         write_whole(out, plotting.render(comparison, load.slo, title))
         run.console.print(f"plot  {out}", markup=False, highlight=False)
-    if as_json:
-        print(json.dumps(_shape(run, load, comparison, baseline, stopped)))
     if stopped:
         planned = run.rounds * len(run.contenders)
         run.console.print(f"stopped; {len(run.results)} of {planned} turns were measured", highlight=False)

@@ -24,7 +24,7 @@ def choose(target: str | None) -> Path:
 
     Raises :class:`InputError` when there is no such process, or more than one.
     """
-    from autotune.control.remote import steerable
+    from autotune.control.remote import socket_folder, steerable
 
     if target is not None and not target.isdecimal():
         return Path(target)
@@ -36,8 +36,9 @@ def choose(target: str | None) -> Path:
         raise InputError(f"{len(found)} engines can be controlled; name one by its number or socket: {listed}")
     opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
     if target is None:
-        raise InputError(f"no process can be controlled; {opens}")
-    raise InputError(f"process {target} cannot be controlled; {opens}, and closes it when its controller ends")
+        raise InputError(f"no process can be controlled: {socket_folder()} holds no socket; {opens}")
+    nothing = f"process {target} cannot be controlled: {socket_folder()} holds no socket of it"
+    raise InputError(f"{nothing}; {opens}, and closes it when its controller ends")
 
 
 def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:

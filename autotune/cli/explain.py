@@ -24,6 +24,7 @@ HELP = (
     "given as autotune.control(engine, log=…) or autotune serve --decisions. The log of a simulation has times in seconds of "
     "virtual time. Exit codes: 0 shown, 2 LOG cannot be read."
 )
+_HEAVIEST = 1e300
 EXAMPLES = "Examples:  autotune explain run.jsonl  ·  autotune explain run.jsonl --knob token_budget --json"
 
 
@@ -114,7 +115,9 @@ def _outcomes(log: Path, run: Run) -> dict[str, ClassTally]:
     from autotune.control.tally import ClassTally
 
     weights = run.decisions[0].evidence.get("weights", {})
-    if not isinstance(weights, dict) or not all(isinstance(weight, int | float) for weight in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(weight, int | float) and 0 < weight <= _HEAVIEST for weight in weights.values()
+    ):
         raise InputError(f"{log}: the weights of the attach are {weights!r:.40}; they must be numbers by class")
     found: dict[str, ClassTally] = {}
     for record in run.records:

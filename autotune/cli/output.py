@@ -1,10 +1,11 @@
-"""Standard output of the command: a reader that has gone ends no work, and a disk that is full is one line.
+"""Standard output and error of the command: a reader that has gone ends no work, and a disk that is full is one line.
 
 Click and Rich each have an end of their own for a closed pipe, in the middle of whatever the command does.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,11 +18,11 @@ from runtime.errors import InputError
 class Output:
     """``stream``, behind which the reader may go: what nobody reads is dropped from then on, and ``closed_by_reader`` says so.
 
-    Raises :class:`InputError` for any other failure, such as a full disk.
+    Raises :class:`InputError` for any other failure, such as a full disk, unless it is ``dispensable``.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, dispensable: bool = False) -> None:
+        self._stream, self._dispensable = stream, dispensable
         self.closed_by_reader = False
 
     def write(self, text: str) -> int:
@@ -42,6 +43,8 @@ class Output:
             self._drop()
         except OSError as error:
             self._drop()
+            if self._dispensable:
+                return
             raise InputError(f"stdout cannot be written ({error.strerror or error})") from None
 
     def _drop(self) -> None:
@@ -57,18 +60,22 @@ class Output:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """``sys.stdout`` is an :class:`Output` meanwhile, and all of it is written in the end."""
-    before = sys.stdout
-    if before is None:  # it was closed when the process began; print() writes nothing then
-        yield
-        return
-    output = Output(before)
-    sys.stdout = cast(TextIO, output)
+    """``sys.stdout`` and ``sys.stderr`` are an :class:`Output` each meanwhile. All of stdout is written in the end, what it
+    cannot encode as escapes; stderr is for people, and what it does not take is dropped."""
+    out, err = sys.stdout, sys.stderr  # None: closed when the process began; print() writes nothing then
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")
+    if out is not None:
+        sys.stdout = cast(TextIO, Output(out))
+    if err is not None:
+        sys.stderr = cast(TextIO, Output(err, dispensable=True))
     try:
         yield
-        output.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Output):
+                stream.flush()
     finally:
-        sys.stdout = before
+        sys.stdout, sys.stderr = out, err
 
 
 def reader_has_gone() -> bool:

@@ -37,6 +37,8 @@ def set_knobs(
 
 def parse_settings(settings: Sequence[str]) -> dict[str, float]:
     """``KNOB=VALUE`` words as knobs; raises :class:`InputError`. The ceilings are the engine's to check."""
+    from autotune.workload.options import plain_float  # with numpy and scipy: other verbs start without
+
     known = {spec.name: spec for spec in KNOBS}
     values: dict[str, float] = {}
     for text in settings:
@@ -46,7 +48,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, float]:
         if name in values:
             raise InputError(f"{name} is given twice")
         try:
-            number = float(value)
+            number = plain_float(value)
             values[name] = known[name].check(int(number) if number.is_integer() else number)
         except ValueError as error:
             unread = f"{name} is {value!r}; it must be a number of {known[name].unit}"

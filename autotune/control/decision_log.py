@@ -6,10 +6,8 @@ import atexit
 import contextlib
 import json
 import logging
-import math
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,12 +17,12 @@ from typing import Any, NamedTuple, TextIO
 
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
-from runtime.shared.json_lines import drop_cut_line, holds_something_else, whole_lines
+from runtime.shared.json_lines import drop_cut_line, holds_something_else, lock, unlock, whole_lines
 
 VERSION = 1
 _IN_MEMORY = 1024  # decisions
+_MOST = 1e300  # of a number in a file
 _JOIN_TIMEOUT_S = 5.0  # for a writer to write what is left
-_LOCK_TIMEOUT_S, _LOCK_POLL_S = 1.0, 0.01
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +88,8 @@ class DecisionLog:
 
     A thread of its own writes the file, so that a slow disk or a pipe that nobody reads does not hold up the engine: :meth:`add`
     puts a decision into a queue of ``queue_size`` and returns. What a full queue cannot take is counted in ``dropped``, and
-    reported in the program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting.
+    reported in the program's log and, where it is missing, in the file. So is, in the program's log, what is no JSON.
+    :meth:`close` ends the file without waiting.
     :meth:`join` waits until all is written, as does the end of the program.
 
     ``over``: whether no more will come, because the engine is closed, say; then the next log takes the file over.
@@ -104,8 +103,9 @@ class DecisionLog:
     ) -> None:
         self._over = over
         self.recent: deque[Decision] = deque(maxlen=_IN_MEMORY)
-        self.dropped = 0
-        self._unreported = 0  # of those dropped
+        self._late = 0  # that a full queue did not take,
+        self._unreported = 0  # of those,
+        self._no_json = 0  # and those that cannot be written
         self._queue: queue.Queue[Decision | None] = queue.Queue(queue_size)
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
@@ -118,6 +118,11 @@ class DecisionLog:
             self._writer.start()
             _OPEN.add(self)
             atexit.register(self.join)
+
+    @property
+    def dropped(self) -> int:
+        """Decisions that are not in the file."""
+        return self._late + self._no_json
 
     def add(self, decision: Decision) -> None:
         """Never waits."""
@@ -140,9 +145,9 @@ class DecisionLog:
                 self._unreported = 0
             self._queue.put_nowait(decision)
         except queue.Full:
-            self.dropped += 1
+            self._late += 1
             self._unreported += 1
-            if self.dropped == 1:
+            if self._late == 1:
                 log.warning(
                     "the decision log is written too slowly: decisions are dropped from it while its queue is full"
                 )
@@ -161,7 +166,7 @@ class DecisionLog:
             return
         atexit.unregister(self.join)
         writer.join(_JOIN_TIMEOUT_S)
-        lost = self.dropped + (self._unwritten() if writer.is_alive() else 0)
+        lost = self._late + (self._unwritten() if writer.is_alive() else 0)
         if lost:
             log.warning("%d decisions are not in the decision log: it was written too slowly", lost)
 
@@ -174,13 +179,22 @@ class DecisionLog:
         try:
             with file or open(path, "a", encoding="utf-8") as out:  # a pipe opens when somebody reads it
                 while (decision := self._next()) is not None:
-                    out.write(decision.as_json() + "\n")
+                    out.write(self._line(decision))
                     if self._queue.empty():
                         out.flush()
                 out.flush()
-                _unlock(out)
+                unlock(out)
         except OSError as error:
             log.error("the decision log cannot be written and ends here: %s", error)
+
+    def _line(self, decision: Decision) -> str:
+        """``decision`` as a line; empty, and reported, where somebody's own controller put in what is no JSON."""
+        try:
+            return decision.as_json() + "\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            self._no_json += 1
+            log.error("a decision at %g s is not in the decision log, for it is no JSON: %s", decision.at, error)
+            return ""
 
     def _next(self) -> Decision | None:
         """The next to write; None when all is written and no more will come."""
@@ -206,7 +220,7 @@ def open_to_append(path: str | Path) -> TextIO | None:
             raise InputError(f"log: {path} exists and is no decision log; name another file")
         with contextlib.ExitStack() as opened:
             file = opened.enter_context(open(path, "a", encoding="utf-8"))
-            if Path(path).is_file() and not _locked(file):  # devices are for many
+            if not lock(file):  # one that has just been detached still holds it while it writes what is left
                 raise InputError(
                     f"log: a controller that has not been closed writes its decisions to {path}; name another file"
                 )
@@ -215,33 +229,6 @@ def open_to_append(path: str | Path) -> TextIO | None:
         return file
     except OSError as error:
         raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
-
-
-def _unlock(file: TextIO) -> None:
-    """For processes that were forked meanwhile, too: the lock is not theirs."""
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _locked(file: TextIO) -> bool:
-    """False if somebody else holds ``file``. One that has just been detached still does while it writes what is left."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return True
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOCK_POLL_S)
-        except OSError:  # a file system without locks
-            return True
 
 
 def read_decisions(path: str | Path) -> Iterator[Decision]:
@@ -275,6 +262,11 @@ _KIND_NAMES: dict[tuple[type, ...], str] = {
 }
 
 
+def _finite(value: object) -> bool:
+    """Of a number, whether the difference from another is one, too."""
+    return not isinstance(value, int | float) or -_MOST <= value <= _MOST
+
+
 def _decision(line: str, where: str) -> Decision:
     try:
         fields = json.loads(line)
@@ -292,12 +284,12 @@ def _decision(line: str, where: str) -> Decision:
         raise InputError(f"{where}: {'missing' if missing else 'unknown'} field {(missing or unknown)[0]}")
     for name, kinds in _KINDS.items():
         value = fields.get(name)
-        if (
-            not isinstance(value, kinds)
-            or isinstance(value, bool)
-            or (isinstance(value, float) and not math.isfinite(value))
-        ):
+        if not isinstance(value, kinds) or isinstance(value, bool) or not _finite(value):
             raise InputError(f"{where}: {name} is {value!r:.40}; it must be {_KIND_NAMES[kinds]}")
+    try:
+        json.dumps(fields["evidence"], allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: evidence is no JSON: {error}") from None
     for name in ("old", "new"):
         try:
             Knobs.from_mapping(fields[name], where=f"{name}.")
@@ -322,7 +314,7 @@ def worded(decision: Decision, knobs: Collection[str] = ()) -> tuple[list[str], 
     """The same with a line for each knob that changed, values below each other; ``knobs``: only these, unless empty."""
     changes = [change for change in decision.changes if not knobs or change[0] in knobs]
     what = [f"{SHORT[name]:<12} {old:.10g} → {new:.10g}" for name, old, new in changes]
-    if decision.action == "observe":
+    if decision.action == "observe" and what:
         what = [f"(would set) {line}" for line in what]
     elif decision.action != "set" or not what:
         what.insert(0, decision.action)

@@ -86,8 +86,8 @@ class Control(ReportsRates):
         self._admission = AdmissionAdapter(engine, admission)
         self._paused = True  # until it is attached: steps may end meanwhile
         self._ended = False
-        self._failure: Exception | None = None  # what a budget raised
-        self.failed: Exception | None = None
+        self._failure: Exception | SystemExit | None = None  # what a budget raised
+        self.failed: Exception | SystemExit | None = None
         """What ended the controller, if it raised."""
         self._steering: SteeringServer | None = None
         decisions, now = DecisionLog(log_path, over=lambda: engine.closed), engine.view().now
@@ -105,7 +105,7 @@ class Control(ReportsRates):
                 controller.only_observes()
             self._budgets_apply(True)
             self._rates = rates_of(controller)
-        except Exception as error:  # the controller's: nothing of it is attached yet
+        except (Exception, SystemExit) as error:  # the controller's: nothing of it is attached yet
             self._lease.release()
             decisions.join()
             raise InputError(f"the {controller.name} controller failed: {failure(controller, error)}") from error
@@ -154,7 +154,7 @@ class Control(ReportsRates):
                         self._decide(record.end)
             except EngineClosedError:  # it drains what it had accepted, and its knobs no longer move
                 self._detach("detached: the engine was closed")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._give_up(error)
 
     def on_request(self, record: RequestRecord) -> None:
@@ -165,7 +165,7 @@ class Control(ReportsRates):
                 self._watchdog.ends(record)
                 try:
                     self.controller.observe_request(record)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     self._give_up(error)
 
     def on_fault(self, error: Exception, what: str) -> None:
@@ -192,7 +192,7 @@ class Control(ReportsRates):
             except (TypeError, ValueError, OverflowError):
                 kind = type(self.controller).__qualname__
                 raise TypeError(f"{kind}.budget returned {found!r}; it must return a whole number of tokens") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failure = error  # for the next record: a batcher asks under its own lock, in which no knob can be set
             return view.knobs.token_budget
 
@@ -213,7 +213,7 @@ class Control(ReportsRates):
             self._attainment.pass_slos(self.controller)
             self._actuator.log("note", "the SLO is now " + self._attainment.as_text(), self._attainment.as_evidence())
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception | SystemExit) -> None:
         """The controller failed: restore the knobs from before it and detach."""
         if not self._ended:
             self.failed = error
@@ -250,7 +250,7 @@ class Control(ReportsRates):
             self._actuator.apply(last, at_once=True)
         except EngineClosedError:
             pass
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._give_up(error)
 
     # -- for the operator, from any thread ----------------------------------------------------------------------------

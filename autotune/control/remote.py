@@ -106,6 +106,11 @@ def _place(path: str | Path | None) -> Path:
     return place
 
 
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
 class SteeringServer(socketserver.ThreadingUnixStreamServer):
     """Serves ``control``, driven by the controller named ``controller``, at ``path`` (None: in the private folder) until
     :meth:`stop`. Raises :class:`InputError` when no socket can be put there."""
@@ -127,6 +132,7 @@ class SteeringServer(socketserver.ThreadingUnixStreamServer):
                 self.server_bind()
                 bound = True
                 unfinished.chmod(0o600)
+                self._file = _identity(unfinished)
                 self.server_activate()
                 unfinished.rename(self.path)  # only now, as it listens, is it seen
             except OSError as error:
@@ -151,7 +157,8 @@ class SteeringServer(socketserver.ThreadingUnixStreamServer):
         if not self.over.is_set() and os.getpid() == self._about["pid"]:  # a forked child leaves its parent's alone
             self.over.set()
             with suppress(OSError):
-                self.path.unlink()
+                if _identity(self.path) == self._file:  # or it is another's, who came when this one had been removed
+                    self.path.unlink()
 
     def join(self) -> None:
         """Wait for the listening to end after :meth:`stop`, but never for long."""

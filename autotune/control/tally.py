@@ -74,16 +74,23 @@ class ClassTally:
     def of(cls, data: Mapping[str, Any]) -> ClassTally:
         """The inverse of :meth:`as_dict`. Raises :class:`InputError`."""
         try:
-            made = cls(float(data["weight"]))
+            made = cls(_at_least_0(float(data["weight"])))
             for name in _COUNTS:
-                setattr(made, name, int(data[name]))
+                setattr(made, name, int(_at_least_0(data[name])))
             for name in _COUNTERS:
-                getattr(made, name).update({str(cause): int(count) for cause, count in data[name].items()})
+                getattr(made, name).update({str(cause): int(_at_least_0(n)) for cause, n in data[name].items()})
             return made
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InputError(f"outcomes cannot be read: {type(error).__name__}: {error}") from None
 
 
+def _at_least_0(value: float) -> float:
+    if not 0 <= value <= _MOST:  # NaN is not
+        raise ValueError(f"{value!r:.40} is not a number of at least 0")
+    return value
+
+
+_MOST = 2.0**63
 _COUNTS = ("offered", "met", "cancelled", "relegated", "relegated_met", "late")
 _COUNTERS = ("rejected", "unfinished", "missed")
 

@@ -14,6 +14,7 @@ from decimal import Decimal
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 
 from autotune.engines.defaults import OTHER_DEFAULTS, VLLM_DEFAULTS, VLLM_LABEL
+from autotune.workload.options import plain_float
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
 
@@ -269,7 +270,7 @@ def _once(spec: KnobSpec, option: str, *given: Mapping[str, object]) -> None:
 
 def _number(option: str, spec: KnobSpec, text: str, limits: KnobLimits) -> float:
     try:
-        value = float(text)
+        value = plain_float(text)
         value = int(value) if value.is_integer() and spec.integer else value
     except ValueError:
         raise InputError(f'{option}: {spec.name}="{text}" is not a number') from None

@@ -24,6 +24,7 @@ from autotune.profile import Profile
 from autotune.profile.serving import serving_cost
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Workload, at_length_scale, parse_workload
+from autotune.workload.options import plain_float
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO, RequestClass
@@ -259,7 +260,7 @@ def parse_speeds(text: str) -> dict[str, float]:
         if name in found:
             raise InputError(f"--scale: {name} is given twice")
         try:
-            found[name] = float(value)
+            found[name] = plain_float(value)
         except ValueError:
             found[name] = math.nan
         if not 1 / _FASTEST <= found[name] <= _FASTEST:

@@ -66,6 +66,7 @@ def _columns(header: str) -> list[str]:
 def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, TraceRow]]:
     reader = csv.reader(lines)
     header: list[str] | None = None
+    dated: bool | None = None
     try:
         for cells in reader:
             line = reader.line_num
@@ -85,10 +86,16 @@ def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, T
             if len(cells) != len(header):
                 _bad(path, line, f"{len(cells)} fields; the header has {len(header)}")
             row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
+            time, is_date = _timestamp(path, line, row["TIMESTAMP"])
+            if dated is not None and is_date != dated:
+                kinds = ("a date and time", "a number of seconds")
+                here, above = kinds if is_date else reversed(kinds)
+                _bad(path, line, f"TIMESTAMP is {here}, and that of the line above {above}; all must be of one kind")
+            dated = is_date
             yield (
                 line,
                 TraceRow(
-                    time=_timestamp(path, line, row["TIMESTAMP"]),
+                    time=time,
                     prompt_tokens=_count(path, line, "ContextTokens", row["ContextTokens"], 1),
                     output_tokens=_count(path, line, "GeneratedTokens", row["GeneratedTokens"], 0),
                     request_class=row.get("request_class") or "default",
@@ -167,11 +174,12 @@ def _opened(path: str | Path) -> Iterator[Iterator[str]]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _timestamp(path: str | Path, line: int, text: str) -> float:
+def _timestamp(path: str | Path, line: int, text: str) -> tuple[float, bool]:
+    """Seconds, and whether it is a date and time."""
     try:
         seconds = plain_float(text)
         if math.isfinite(seconds) and seconds >= 0:
-            return seconds
+            return seconds, False
     except ValueError:
         try:
             moment = datetime.fromisoformat(text)
@@ -180,7 +188,7 @@ def _timestamp(path: str | Path, line: int, text: str) -> float:
         else:
             # A time without a zone is not the machine's local time: its clock changes would bend the trace.
             zero = datetime(1970, 1, 1, tzinfo=None if moment.tzinfo is None else UTC)
-            return (moment - zero).total_seconds()
+            return (moment - zero).total_seconds(), True
     allowed = "a date and time such as 2023-11-16 18:17:03.97, or a number of seconds, at least 0"
     _bad(path, line, f"TIMESTAMP is {shortened(text, 80)}; it must be {allowed}")
 

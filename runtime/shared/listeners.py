@@ -27,24 +27,29 @@ class Listeners:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._subscriptions: list[list[Listener]] = []
+        """Of one listener each; one that subscribed twice is in two."""
         self.known: tuple[Listener, ...] = ()
         """All of them, in order."""
         self.hear_runs = True
         """Whether all can be told of identical steps at once (they have ``on_run``)."""
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Returns a function that ends the subscription. Any thread."""
+        """Returns a function that ends this subscription, and no other of ``listener``. Any thread, any number of times."""
+        subscription = [listener]
         with self._lock:
-            self._now_known((*self.known, listener))
-        return partial(self._forget, listener)
+            self._subscriptions.append(subscription)
+            self._subscribed()
+        return partial(self._end, subscription)
 
-    def _forget(self, listener: Listener) -> None:
+    def _end(self, subscription: list[Listener]) -> None:
         with self._lock:
-            self._now_known(tuple(known for known in self.known if known is not listener))
+            self._subscriptions = [one for one in self._subscriptions if one is not subscription]
+            self._subscribed()
 
-    def _now_known(self, known: tuple[Listener, ...]) -> None:
-        self.known = known
-        self.hear_runs = all(hasattr(listener, "on_run") for listener in known)
+    def _subscribed(self) -> None:
+        self.known = tuple(listener for (listener,) in self._subscriptions)
+        self.hear_runs = all(hasattr(listener, "on_run") for listener in self.known)
 
     def tell(self, step: StepRecord | None, requests: Sequence[RequestRecord], ends: Sequence[float] = ()) -> None:
         """``ends``: when each of the steps ended for which ``step`` stands, if there is more than one."""
@@ -59,7 +64,8 @@ class Listeners:
                     listener.on_request(record)
             except BaseException as error:  # SystemExit too: it is not the engine that the listener may end
                 log.warning("listener %r raised and will hear no more", listener, exc_info=True)
-                self._forget(listener)
+                for its in [one for one in self._subscriptions if one[0] is listener]:
+                    self._end(its)
                 if isinstance(error, KeyboardInterrupt):  # of whoever waits in this thread
                     raise
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from autotune.bench import Contender
 from autotune.bench.loads import BenchLoad
@@ -14,6 +18,7 @@ from autotune.cli import bench
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
 from autotune.workload import at_length_scale, parse_workload
+from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.tunable import ModelInfo
@@ -112,3 +117,20 @@ def test_header_and_json_say_which_lengths_are_scaled(
     assert f"workload {spec}{scaled} · " in made._head(load)
     shape = bench._shape(made, load, nobody, Contender("defaults", Knobs()), False)
     assert (shape["length_scale"], shape["length_scales"]) == (one, each)
+
+
+def test_figures_are_printed_ahead_of_a_page_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "_shape", lambda *of: {"status": "complete"})
+    monkeypatch.setattr("autotune.bench.table.show", lambda *of, **by: None)
+    monkeypatch.setattr("autotune.bench.PairedComparison", lambda *of: None)
+    monkeypatch.setattr("autotune.bench.plotting.render", lambda *of: "a page")
+    engine: Any = None
+    console = Console(file=io.StringIO())
+    made = bench._Run(engine, sample_model(), [Contender("defaults", Knobs())], 1.0, 1, 0, console, threading.Event())
+    made.results.append(engine)
+    load = BenchLoad("fixed", parse_workload("fixed"), SLO(ttft_ms=500), "given", "given")
+    with pytest.raises(InputError, match="cannot be written"):
+        bench._finish(made, load, tmp_path / "gone" / "page.html", True)
+    assert json.loads(capsys.readouterr().out) == {"status": "complete"}

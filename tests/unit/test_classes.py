@@ -101,6 +101,9 @@ def test_the_spelling_of_a_class_reads_back() -> None:
     for one in (*CLASSES, RequestClass("x.y-z", SLO(itl_ms=12.5, attainment=0.999), 1e-3)):
         assert RequestClass.parse(str(one)) == one
     assert str(BATCH) == "batch:e2e=20000ms@99%*0.2"
+    assert RequestClass.parse(" chat :ttft=1s").name == "chat"
+    with pytest.raises(ValueError, match='class chat: weight is "1_0"; it must be a number above 0'):
+        RequestClass.parse("chat:ttft=1s*1_0")
 
 
 # -- a whole profiling run --------------------------------------------------------------------------------------------

@@ -212,6 +212,32 @@ def test_a_stdout_on_a_full_disk_is_one_line_and_2(
     assert capsys.readouterr().err == "error: stdout cannot be written (No space left on device)\n"
 
 
+@pytest.mark.parametrize("kind", ["closed", "full"])
+def test_a_stderr_that_takes_nothing_costs_no_result(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Rich would exit with 1, which is "no setting meets the SLO"."""
+    if kind == "full" and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as closed, open("/dev/full" if kind == "full" else os.devnull, "w") as full:
+        monkeypatch.setattr(sys, "stderr", closed if kind == "closed" else full)
+        assert run(["simulate", "cpu-2core-tiny", "--json", "--seeds", "1", "--requests", "20"]) == 0
+        monkeypatch.undo()
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_what_stdout_has_no_code_for_is_escaped(encoding: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "autotune", "show", "cpu-2core-tiny"],
+        env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (said.returncode, said.stderr) == (0, b"")
+    assert b"tpot=50ms" in said.stdout and b"\\u" in said.stdout
+
+
 def test_the_process_ends_with_the_same_codes() -> None:
     """Python flushes stdout once more as it ends."""
     command = [sys.executable, "-m", "autotune", "show", "cpu-2core-tiny", "--json"]

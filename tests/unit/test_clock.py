@@ -22,6 +22,8 @@ def test_a_virtual_clock_refuses_to_run_backwards() -> None:
     clock = VirtualClock()
     with pytest.raises(ValueError, match=r"^seconds is -1; a clock cannot run backwards$"):
         clock.advance(-1)
+    with pytest.raises(ValueError, match=r"^seconds is nan; "):
+        clock.advance(float("nan"))
     assert clock.now() == 0.0
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from autotune.control import decision_log
 from autotune.control.decision_log import Decision, DecisionLog, read_decisions
 from runtime.errors import InputError
 from runtime.knobs import Knobs
+from runtime.shared import json_lines
 from runtime.slo import SLO
 from tests.tiers import slow_but_for
 from tests.unit.control_world import SimulatedEngine, h200, poisson
@@ -47,7 +49,7 @@ def test_a_log_is_appended_to_a_log_and_to_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_log_that_another_controller_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision_log, "_LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(json_lines, "_LOCK_TIMEOUT_S", 0.0)
     path = tmp_path / "run.jsonl"
     first = DecisionLog(path)
     first.add(decision(1))
@@ -86,6 +88,22 @@ def test_a_process_that_was_forked_meanwhile_holds_no_log(tmp_path: Path) -> Non
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_decision_that_is_no_json_is_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, deep = tmp_path / "run.jsonl", [0]
+    for _ in range(100_000):
+        deep = [deep]  # type: ignore[list-item]
+    unwritable: list[dict[Any, Any]] = [{1: 2, "a": 3}, {"a": float("nan")}, {"a": object()}, {"a": deep}]
+    log = DecisionLog(path)
+    log.add(decision(0))
+    for number, evidence in enumerate(unwritable, 1):
+        log.add(decision(number)._replace(evidence=evidence))
+    log.add(decision(9))
+    log.join()
+    assert [d.at for d in read_decisions(path)] == [0.0, 9.0]
+    assert log.dropped == 4 and caplog.text.count("is not in the decision log, for it is no JSON") == 4
+    assert "too slowly" not in caplog.text
 
 
 def test_who_is_detached_at_once_gives_way_to_who_comes_next(tmp_path: Path) -> None:

@@ -96,6 +96,32 @@ def test_a_listener_that_raises_what_is_no_exception_is_cut_off(caplog: pytest.L
     assert caplog.text.count("raised and will hear no more") == 1
 
 
+class Hears:
+    def on_step(self, record: StepRecord) -> None:
+        pass
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
+def test_a_subscription_that_ends_is_no_other() -> None:
+    listeners, hears, other = Listeners(), Hears(), Hears()
+    first = listeners.subscribe(hears)
+    listeners.subscribe(other)
+    listeners.subscribe(hears)
+    for _ in range(2):  # it ends once
+        first()
+        assert listeners.known == (other, hears)
+
+
+def test_who_raises_is_cut_off_however_often_it_subscribed() -> None:
+    listeners, quits, hears = Listeners(), Quits(), Hears()
+    for one in (quits, hears, quits):
+        listeners.subscribe(one)
+    listeners.tell(None, [None])  # type: ignore[list-item]
+    assert listeners.known == (hears,)
+
+
 def test_an_interrupt_while_a_listener_hears_is_for_whoever_waits() -> None:
     class Interrupted:
         def on_request(self, record: RequestRecord) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,6 +166,16 @@ def test_a_real_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ),
         (RUN[0].as_json().replace('"max_batch_size":64', '"max_batch_size":0') + "\n", "max_batch_size is 0; it must"),
         ("[" * 9000 + "\n", "line 1 is not JSON"),
+        (RUN[0].as_json().replace('"at":10.0', f'"at":1{"0" * 400}') + "\n", "line 1: at is 1000"),
+        (RUN[0].as_json().replace('"at":10.0', '"at":-1.7e308') + "\n", "line 1: at is -1.7e+308; it must be a"),
+        (
+            RUN[0].as_json().replace('"evidence":{}', '"evidence":{"x":NaN}') + "\n",
+            "line 1: evidence is no JSON: Out of",
+        ),
+        (
+            RUN[0].as_json().replace('"evidence":{}', '"evidence":{"x":1e999}') + "\n",
+            "line 1: evidence is no JSON: Out",
+        ),
     ],
 )
 def test_a_bad_log_is_one_line_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str) -> None:
@@ -369,9 +381,14 @@ def test_weights_that_cannot_be_read_are_one_line(
     two_runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, kept = two_runs
-    log.write_text(log.read_text().replace('"evidence":{"slos"', '"evidence":{"weights":3,"slos"'))
+    text = log.read_text()
+    log.write_text(text.replace('"evidence":{"slos"', '"evidence":{"weights":3,"slos"'))
     assert run(["explain", str(log), "--records", str(kept)]) == 2
     assert capsys.readouterr().err == f"error: {log}: the weights of the attach are 3; they must be numbers by class\n"
+    for weight in (f"1{'0' * 400}", "-1", "0"):
+        log.write_text(text.replace('"evidence":{"slos"', f'"evidence":{{"weights":{{"chat":{weight}}},"slos"'))
+        assert run(["explain", str(log), "--records", str(kept)]) == 2
+        assert "; they must be numbers by class\n" in capsys.readouterr().err
 
 
 def test_flips_that_change_nothing_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,7 +411,28 @@ def test_two_holds_are_no_flips() -> None:
     assert len(list(timeline(RUN, fold=True))) == len(list(timeline(RUN)))
 
 
-@pytest.mark.parametrize("outcomes", ["3", '{"chat":3}', '{"chat":{"weight":1}}'])
+def test_an_observation_that_changes_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", write(tmp_path / "a.jsonl", [decision(1.0, "observe", "r")])]) == 0
+    assert capsys.readouterr().out.startswith("     1.000 s  observe                    why observe [r]\n")
+
+
+def test_text_that_cannot_be_encoded_is_escaped(tmp_path: Path) -> None:
+    log = write(tmp_path / "a.jsonl", [decision(1.0, "hold", "r")._replace(cause="half a \ud800 pair")])
+    said = subprocess.run([sys.executable, "-m", "autotune", "explain", log], capture_output=True, timeout=60)
+    assert (said.returncode, said.stderr) == (0, b"") and b"half a \\ud800 pair [r]" in said.stdout
+
+
+def counts(**changed: object) -> str:
+    return json.dumps({"chat": ClassTally(offered=3, met=2).as_dict() | changed})
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        "3", '{"chat":3}', '{"chat":{"weight":1}}', counts(offered=-5), counts(weight=10**400), counts(late={}),
+        counts(weight=-1), counts(missed={"ttft": -1}), counts(met=10**400),
+    ],
+)  # fmt: skip
 def test_outcomes_that_cannot_be_read_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], outcomes: str
 ) -> None:

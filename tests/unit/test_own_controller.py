@@ -21,6 +21,7 @@ from autotune.control.decision_log import read_decisions
 from autotune.control.explain import summarize
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.unit.control_world import VLLM, SimulatedEngine, poisson, slow_cpu
@@ -116,6 +117,52 @@ class Endless(StaticController):
         return super().decide(now, knobs, limits)._replace(evidence={"left": math.inf})
 
 
+class Mixed(StaticController):
+    """Its evidence has names that cannot be put in order."""
+
+    name = "mixed"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        return super().decide(now, knobs, limits)._replace(evidence={1: 2, "a": 3})  # type: ignore[dict-item]
+
+
+class Wordless(StaticController):
+    name = "wordless"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        return super().decide(now, knobs, limits)._replace(cause=None)  # type: ignore[arg-type]
+
+
+class Leaving(StaticController):
+    """Ends the process, if it may."""
+
+    name = "leaving"
+
+    def observe_step(self, record: StepRecord) -> None:
+        raise SystemExit("had enough")
+
+
+class LeavingLater(StaticController):
+    name = "leaving-later"
+
+    def observe_request(self, record: RequestRecord) -> None:
+        raise SystemExit(0)
+
+
+class LeavingAtOnce(StaticController):
+    name = "leaving-at-once"
+
+    def __init__(self, start: Knobs) -> None:
+        raise SystemExit(0)
+
+
+class LeavingAStep(StaticController):
+    name = "leaving-a-step"
+
+    def budget(self, view: SchedulerView) -> int:
+        raise SystemExit(0)
+
+
 class Unsaid(StaticController):
     name = "unsaid"
 
@@ -192,6 +239,12 @@ WRONG = {
     "Broken": "; Broken.__init__ raised RuntimeError: no model (test_own_controller.py:",
     "Silent": "failed: TypeError: Silent.decide returned None; it must return a Proposal",
     "Endless": "failed: TypeError: Endless.decide returned evidence that is no JSON: Out of range float values",
+    "Mixed": "failed: TypeError: Mixed.decide returned evidence that is no JSON: '<' not supported between",
+    "Wordless": "failed: TypeError: Wordless.decide returned a Proposal whose cause is None; it must be text",
+    "Leaving": "failed: Leaving.observe_step raised SystemExit: had enough (test_own_controller.py:",
+    "LeavingLater": "failed: LeavingLater.observe_request raised SystemExit: 0 (test_own_controller.py:",
+    "LeavingAtOnce": "; LeavingAtOnce.__init__ raised SystemExit: 0 (test_own_controller.py:",
+    "LeavingAStep": "failed: LeavingAStep.budget raised SystemExit: 0 (test_own_controller.py:",
     "Unsaid": "failed: TypeError: Unsaid.budget returned None; it must return a whole number of tokens",
     "Deaf": "the deaf controller failed: Deaf.set_slos raised KeyError: 'chat' (test_own_controller.py:",
     "Nameless": "Nameless.name is None; it must be text that is not empty",
@@ -240,12 +293,18 @@ class Needy:
     ("name", "says"),
     [
         ("pid", "controller is 'pid'; it must be one of aimd, .*, static, module:Class .*, or a Controller"),
+        ("leaves:Class", "controller is leaves:Class; it cannot be imported: SystemExit: 3"),
+        ("sys:exit", "controller is sys:exit; SystemExit"),
         ("nowhere:Class", "controller is nowhere:Class; it cannot be imported: ModuleNotFoundError"),
         ("tests.unit.test_own_controller:CHAT", "it must be a class, not a SLO"),
         ("tests.unit.test_own_controller:Needy", "it needs moon, but a controller is given slo, start, kv_tokens"),
     ],
 )
-def test_what_is_no_controller_is_refused_by_name(name: str, says: str) -> None:
+def test_what_is_no_controller_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises((ValueError, InputError), match=says):
         control(SimulatedEngine(slow_cpu), slo=CHAT, controller=name)
 

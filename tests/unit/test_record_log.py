@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord
 from runtime.serving.record_log import RecordLog, read_records, read_with_boots
+from runtime.shared import json_lines
 from runtime.shared.json_lines import drop_cut_line
 
 
@@ -95,6 +98,57 @@ def test_what_follows_a_run_that_was_cut_off_is_read(tmp_path: Path) -> None:
         with RecordLog(path) as log:
             log.on_request(record(name))
     assert [r.id for r in read_records(path)] == ["a", "c", "d"]
+
+
+def test_a_file_that_another_server_writes_is_refused_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_lines, "_LOCK_TIMEOUT_S", 0.0)
+    path = tmp_path / "records.jsonl"
+    with RecordLog(path) as log:
+        log.on_request(record("a"))
+        log.flush()
+        with path.open("ab") as half:  # of a line that the first is writing
+            half.write(b'{"id": "b')
+        with pytest.raises(InputError, match=r"that has not ended writes its records to .*; name another file"):
+            RecordLog(path)
+        assert path.read_bytes().endswith(b'{"id": "b')
+    with RecordLog(path) as log:
+        log.on_request(record("c"))
+    assert [r.id for r in read_records(path)] == ["a", "c"]
+    with RecordLog(Path("/dev/null")), RecordLog(Path("/dev/null")):
+        pass
+
+
+@pytest.mark.parametrize("text", ["5", "null", '"x"', "[]", "[" * 100_000, '{"reason": [1]}', '{"id": "a"}'])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record("a")._asdict()) + f"\n{text}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^line 2 is no record of a request$"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("arrival", "x"), ("arrival", None), ("arrival", math.nan), ("arrival", True), ("arrival", 10**400),
+        ("finished", math.inf), ("scheduled", "x"), ("token_times", 5), ("token_times", None), ("token_times", ["a"]),
+        ("token_times", [1.0, math.nan, 2.0]), ("token_times", [10**400]), ("token_times", [True]),
+        ("prompt_tokens", 1.5), ("request_class", [1]), ("request_class", 5), ("cause", None), ("relegated", 1),
+    ],
+)  # fmt: skip
+def test_a_field_that_no_record_has_is_named(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record("a")._asdict() | {name: value}) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^line 1: {name} is .*, which is in no record of a request$"):
+        read_records(path)
+
+
+def test_whole_numbers_and_no_token_are_of_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    whole = record("a")._replace(arrival=1, scheduled=None, token_times=[], retry_after_s=2)
+    path.write_text(json.dumps(whole._asdict()) + "\n", encoding="utf-8")
+    assert read_records(path) == [whole]
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

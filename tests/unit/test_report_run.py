@@ -240,6 +240,12 @@ def test_from_the_command_line(
     [
         ("no.jsonl", None, "--records: no.jsonl cannot be read"),
         ("odd.jsonl", "hello\n", "--records: odd.jsonl is no file of records"),
+        (
+            "five.jsonl",
+            "5\n",
+            r"--records: five.jsonl is no file of records \(line 1 is no record of a request\); autotune",
+        ),
+        ("deep.jsonl", "[" * 100_000 + "\n", "--records: deep.jsonl is no file of records"),
         ("less.jsonl", '{"id": "a"}\n', "--records: less.jsonl is no file of records"),
     ],
 )
@@ -251,6 +257,13 @@ def test_records_that_are_none(
         Path(name).write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=says):
         read_run(files[0], Path(name))
+
+
+def test_slos_without_that_of_other_classes_are_one_line(files: tuple[Path, Path], tmp_path: Path) -> None:
+    log = tmp_path / "less.jsonl"
+    log.write_text(files[0].read_text(encoding="utf-8").replace('"default":"ttft', '"chat":"ttft'), encoding="utf-8")
+    with pytest.raises(InputError, match=r"the SLOs of the attach at .* s: there is none of default"):
+        read_run(log, files[1])
 
 
 def test_records_go_with_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

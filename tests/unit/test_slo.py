@@ -46,6 +46,7 @@ BAD = [
     ("ttft=0ms", '"ttft=0ms" must be above 0'),
     ("ttft=-5ms", '"ttft=-5ms" must be above 0'),
     ("ttft=1e999s", "ttft_ms is inf; it must be a time above 0"),
+    ("ttft=1e999999s", "ttft_ms is inf; it must be a time above 0"),
     ("ttft=5ms@", '"@" is not a share; write @99% or @0.99'),
     ("ttft=5ms@most", '"@most" is not a share; write @99% or @0.99'),
     ("ttft=5ms@sNaN", '"@sNaN" is not a share; write @99% or @0.99'),
@@ -62,6 +63,13 @@ def test_good_spellings(text: str, slo: SLO) -> None:
     assert parsed.targets_ms == pytest.approx(slo.targets_ms)
     assert parsed.attainment == pytest.approx(slo.attainment)
     assert SLO.of(text) == parsed and SLO.of(parsed) is parsed
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"), [("1.001s", 1001.0), ("0.29s", 290.0), ("4.35s", 4350.0), ("1.001e0s", 1001.0)]
+)
+def test_seconds_are_milliseconds_to_the_last_digit(text: str, ms: float) -> None:
+    assert SLO.parse(f"ttft={text}").ttft_ms == ms
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)

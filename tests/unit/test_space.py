@@ -102,6 +102,7 @@ def test_a_setting_is_moved_to_the_nearest_point() -> None:
         (["budget=3"], [], "--pin: budget is not a knob; the knobs are max_batch_size, max_wait_ms, token_budget, chunk_size"),
         (["token_budget"], [], '--pin: "token_budget" has no value; write token_budget=512'),
         (["token_budget=x"], [], '--pin: token_budget="x" is not a number'),
+        (["token_budget=1_000"], [], '--pin: token_budget="1_000" is not a number'),
         (["token_budget=0"], [], "--pin: token_budget is 0; it must be a whole number between 1 and 4096 tokens"),
         (["token_budget=5000"], [], "--pin: token_budget is 5000; it must be a whole number between 1 and 4096 tokens"),
         (["token_budget=1.5"], [], "--pin: token_budget is 1.5; it must be a whole number between 1 and 4096 tokens"),

@@ -24,6 +24,7 @@ from autotune.cli.main import run
 from autotune.cli.set_knobs import parse_settings
 from autotune.cli.watch import _Lines, _look
 from autotune.control.loop import Control
+from autotune.control.remote import socket_folder
 from autotune.report.tables import latency
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
@@ -83,11 +84,12 @@ def test_what_an_operator_does_while_the_engine_is_idle_stands_at_its_time(
         (["set", "token_budget=0"], "token_budget is 0; it must be a whole number between 1 and 1048576 tokens"),
         (["set", "token_budget=1.5"], "token_budget is 1.5; it must be a whole number"),
         (["set", "token_budget=many"], "token_budget is 'many'; it must be a number of tokens"),
+        (["set", "token_budget=1_000"], "token_budget is '1_000'; it must be a number of tokens"),
         (["set", "token_budget=1", "token_budget=2"], "token_budget is given twice"),
         (["set", "budget=1"], "'budget=1' sets no knob; write KNOB=VALUE, with a knob of max_batch_size, "),
         (["set", "token_budget"], "'token_budget' sets no knob"),
         (["set"], "missing argument"),
-        (["pause", "999999999"], "process 999999999 cannot be controlled"),
+        (["pause", "999999999"], "process 999999999 cannot be controlled: .* holds no socket of it; one opens"),
         (["watch", "no/such.sock", "--once"], "no/such.sock: cannot be controlled: No such file"),
         (["watch", "no/such.sock"], "no/such.sock: cannot be controlled: No such file"),
         (["watch", "--every", "0"], "--every is 0; it must be a number from 0.1 to 3600"),
@@ -124,7 +126,10 @@ def test_none_or_several_to_choose_from(attached: Control, capsys: pytest.Captur
         assert run(["watch", str(second.steer()), "--once"]) == 0
     attached.close()
     assert run(["watch"]) == 2
-    assert "no process can be controlled; one opens its socket with autotune serve --slo" in capsys.readouterr().err
+    assert (
+        f"no process can be controlled: {socket_folder()} holds no socket; one opens its socket with autotune serve --slo"
+        in capsys.readouterr().err
+    )
 
 
 def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,18 @@ def test_a_path_of_ones_own(steered_engine: SimulatedEngine, short_path: Path) -
         assert ask(path, "status")
 
 
+def test_a_socket_of_another_that_came_to_its_path_is_left_alone(
+    steered_engine: SimulatedEngine, short_path: Path
+) -> None:
+    path = short_path / "mine.sock"
+    with control(steered_engine, slo=SLO_, steer=path) as first:
+        path.unlink()  # as what clears a temporary directory does
+        with control(SimulatedEngine(h200), slo=SLO_, steer=path):
+            first.close()
+            assert ask(path, "status")
+        assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
+import time
 from dataclasses import asdict, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from benchmarks.controller.cache import FOLDER
 from benchmarks.gpu_truth import Truth as Measured
 from benchmarks.gpu_truth.engine import ChunkExecutor
 from benchmarks.kept import DATA, ROOT, SOURCE, Kept, code_digest
+from benchmarks.sweep import __main__ as command
 from benchmarks.sweep import hardware
 from benchmarks.sweep.__main__ import RIVALS, ratio, report, summary
 from benchmarks.sweep.cases import CASES, CPU_GRID, GPU_GRID, LIMITS, Case, Grid, Machine
@@ -333,6 +338,37 @@ def test_a_rival_that_serves_nothing_in_a_case_makes_no_ratio_explode() -> None:
     nothing = [CaseResult("b", "", 1, 1, 1, [result("ours", 1, 0.0), result("auto_tune", 1, 1.0)])]
     assert ratio(half + nothing, "auto_tune") == 2.0
     assert ratio(nothing, "auto_tune") is None
+
+
+def _one_fails(name: str, *, how: str, left: str, **_: object) -> CaseResult:
+    """In the place of :func:`play`: the first case ends it all, the others leave a file when they are done."""
+    if name == CASES[0].name:
+        time.sleep(0.3)  # the others are waiting by then
+        if how == "raises":
+            raise ArithmeticError(name)
+        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1.5)
+    Path(left, name).touch()
+    return CaseResult(name, "", 1, 1, 1, [result("ours", 1, 0.0)])
+
+
+class TestEnds:
+    @pytest.fixture(params=["raises", "ctrl-c"])
+    def ended(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setattr(command, "play", partial(_one_fails, how=request.param, left=str(tmp_path)))
+        return str(request.param)
+
+    @pytest.mark.parametrize("jobs", ["1", "2"])
+    def test_nothing_goes_on_after_a_failure_or_ctrl_c(self, ended: str, jobs: str, tmp_path: Path) -> None:
+        arguments = ["--jobs", jobs, "--cases", *(case.name for case in CASES[:4])]
+        if ended == "raises":
+            with pytest.raises(ArithmeticError, match=CASES[0].name):
+                command.main(arguments)
+        else:
+            assert command.main(arguments) == 130
+        time.sleep(2)
+        assert [*tmp_path.iterdir()] == []
 
 
 class TestKept:

@@ -170,6 +170,14 @@ def test_a_bin_is_guessed_only_where_times_repeat() -> None:
         (HEADER + "0,1_000,1\n", "line 2: ContextTokens is '1_000'; it must be a whole number"),
         (HEADER + "1_000,5,1\n", "line 2: TIMESTAMP is '1_000'; it must be a date and time"),
         (HEADER + "5,5,1\n3,5,1\n", "line 3: its time is 2 s before the line above; times must not descend"),
+        (
+            HEADER + "0,5,1\n2023-11-16 18:17:03,5,1\n",
+            "line 3: TIMESTAMP is a date and time, and that .* above a number of",
+        ),
+        (
+            HEADER + "2023-11-16 18:17:03,5,1\n1.8e9,5,1\n",
+            "line 3: TIMESTAMP is a number of seconds, and that .* a date",
+        ),
         (b"\xff\xfe\x00T\x00I", "not UTF-8 text"),
     ],
 )

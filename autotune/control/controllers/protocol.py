@@ -96,13 +96,16 @@ def check_controller(controller: object) -> None:
 def checked_proposal(controller: Controller, found: object) -> Proposal:
     """``found``, which ``decide`` returned, with a regime.
 
-    Raises ``TypeError`` if it is no :class:`Proposal`, and if its evidence is nothing that a decision log can hold.
+    Raises ``TypeError`` if it is no :class:`Proposal`, and if it holds anything that a decision log cannot.
     """
     who = f"{type(controller).__qualname__}.decide"
     if not isinstance(found, Proposal):
         raise TypeError(f"{who} returned {found!r}; it must return a Proposal")
+    for name in ("regime", "cause", "unmet"):
+        if not isinstance(text := getattr(found, name), str):
+            raise TypeError(f"{who} returned a Proposal whose {name} is {text!r}; it must be text")
     try:
-        json.dumps(found.evidence, allow_nan=False)
+        json.dumps(found.evidence, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{who} returned evidence that is no JSON: {error}; it is {found.evidence!r}") from None
     return found if found.regime else found._replace(regime=controller.name)

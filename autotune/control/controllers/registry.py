@@ -71,7 +71,7 @@ def find(name: str, *, batcher: bool = False) -> Make:
         sys.path.insert(0, os.getcwd())
     try:
         made = getattr(import_module(module), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"controller is {name}; it cannot be imported: {type(error).__name__}: {error}") from error
     return maker(made, name)
 
@@ -92,7 +92,7 @@ def maker(made: Callable[..., Controller], name: str) -> Make:
         given: dict[str, Any] = dict(zip(TAKES, (slo, start, kv_tokens, block_size, model), strict=True))
         try:
             controller = made(**{parameter: given[parameter] for parameter in takes})
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"controller is {name}; {failure(made, error)}") from error
         check_controller(controller)
         return controller

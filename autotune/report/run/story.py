@@ -133,7 +133,10 @@ def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
     """The SLOs that a decision states, by class; empty if of none."""
     stated = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
     try:
-        return {name: SLO.of(text) for name, text in stated.items()}
+        found = {name: SLO.of(text) for name, text in stated.items()}
+        if found and "default" not in found:
+            raise ValueError("there is none of default")
+        return found
     except (ValueError, AttributeError) as error:
         raise InputError(f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
 
@@ -143,5 +146,7 @@ def _read(path: Path) -> list[tuple[RequestRecord, str]]:
         return read_with_boots(path)
     except OSError as error:
         raise InputError(f"--records: {path} cannot be read ({error.strerror or error})") from None
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError):
-        raise InputError(f"--records: {path} is no file of records; autotune serve --records writes one") from None
+    except ValueError as error:
+        raise InputError(
+            f"--records: {path} is no file of records ({error}); autotune serve --records writes one"
+        ) from None
