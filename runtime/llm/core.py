@@ -200,7 +200,7 @@ class EngineCore:
     def view(self, now: float) -> SchedulerView:
         """For step policies and controllers; costs no more with more sequences while the slack follows them."""
         scheduler = self.scheduler
-        waiting, decodes, slack, kv = scheduler.waiting, scheduler.decodes, scheduler.slack, scheduler.kv
+        waiting, decodes, slack = scheduler.waiting, scheduler.decodes, scheduler.slack
         if not slack.following:  # nobody asks in every step: followed for this look alone
             slack = scheduler.followed(SlackTracker(slack.slos))
         oldest = waiting.oldest()
@@ -212,7 +212,7 @@ class EngineCore:
         epoch, knobs = self.settings.current
         return SchedulerView(
             now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
-            decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
+            decodes.context, scheduler.free_blocks, scheduler.kv.total, inf if oldest is None else oldest.request.arrival,
             min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.settings.effective_limits,
             slack.step_time_target, in_progress, token_deadlines, waiting.relegated_tokens,
             None if behind is None else StepFeatures.of_plan(behind.plan),
@@ -426,7 +426,7 @@ class EngineCore:
         return StepRecord(  # by position: names take twice as long, here and wherever a step makes a wide record
             now, ends[-1], len(ends), decodes, decode_context, len(chunks), tokens, context, attention,
             decodes + sampled + accepted, len(scheduler.prefills) + len(scheduler.decodes.members),
-            waiting.count, waiting.tokens, scheduler.kv.free, preemptions, epoch, budget_used, limited_by, failed, drafted,
+            waiting.count, waiting.tokens, scheduler.free_blocks, preemptions, epoch, budget_used, limited_by, failed, drafted,
             accepted, after_idle,
         )  # fmt: skip
 

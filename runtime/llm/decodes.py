@@ -132,9 +132,14 @@ class Decodes(DecodeSet):
         return True
 
     @property
+    def growing(self) -> int:
+        """How many blocks :meth:`grow` takes."""
+        return len(self._wheel[self.step % self._kv.block_size])
+
+    @property
     def can_grow(self) -> bool:
         """Whether there are blocks enough for :meth:`grow`."""
-        return len(self._wheel[self.step % self._kv.block_size]) <= self._kv.free
+        return self.growing <= self._kv.free
 
     def steps_alike(self) -> int:
         """How many coming steps are certain to be alike: nobody ends before the last, and the blocks suffice.

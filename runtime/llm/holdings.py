@@ -21,8 +21,9 @@ class Holdings:
         known = len(self._kv.lookup(sequence.hashes, (sequence.target - 1) // self._kv.block_size))
         return sequence.target - known * self._kv.block_size
 
-    def fits(self, sequence: Sequence, spare: int) -> bool:
-        """Give ``sequence`` the blocks of all its known tokens, if ``spare`` suffice; what was computed before is found."""
+    def fits(self, sequence: Sequence, spare: int, *, whole: bool = True) -> bool:
+        """Give ``sequence`` the blocks of all its known tokens, if ``spare`` suffice; what was computed before is found. Without
+        ``whole`` it is given that alone."""
         kv, before = self._kv, self._did_not_fit
         if before is not None and before[0] is sequence and spare <= before[1] and kv.published == before[2]:
             return False
@@ -34,14 +35,15 @@ class Holdings:
         self._did_not_fit = None
         if found:
             kv.hold(found)
-        sequence.blocks = found + kv.take(fresh)
+        sequence.blocks = found + kv.take(fresh) if whole else found
         sequence.computed = len(found) * kv.block_size
         return True
 
-    def publish(self, sequence: Sequence, start: int) -> None:
-        """Make the full blocks that end after token ``start`` findable."""
+    def publish(self, sequence: Sequence, start: int, end: int | None = None) -> None:
+        """Make the full blocks that end after token ``start`` findable, up to token ``end`` (default: what is computed)."""
         size, hashes, blocks = self._kv.block_size, sequence.hashes, sequence.blocks
-        for index in range(start // size, min(sequence.computed // size, len(hashes))):
+        last = sequence.computed if end is None else end
+        for index in range(start // size, min(last // size, len(hashes))):
             self._kv.publish(blocks[index], hashes[index])
 
     def release(self, sequence: Sequence, *, trusted: bool) -> None:

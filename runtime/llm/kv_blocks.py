@@ -2,7 +2,8 @@
 
 A block is free, held by sequences, or idle: held by nobody, its content still known by the hash of the prefix that ends
 in it. Idle blocks count as free; they are taken last, the least recently used first. A block has one holder unless a
-prefix is shared; only further holders are counted. Taking and giving work on slices, so a prompt of any length costs
+prefix is shared; only further holders are counted. Of equal blocks one is known, the first to be; with ``every_copy`` all are,
+as in vLLM, and the first of them is found. Taking and giving work on slices, so a prompt of any length costs
 one list operation unless its blocks carry hashes.
 """
 
@@ -15,9 +16,21 @@ from collections.abc import Iterable, Sequence
 class KVBlocks:
     """``total`` blocks of ``block_size`` tokens each, numbered from 0."""
 
-    __slots__ = ("_extra", "_free", "_hash_of", "_idle", "_table", "block_size", "free", "published", "total")
+    __slots__ = (
+        "_copies",
+        "_every_copy",
+        "_extra",
+        "_free",
+        "_hash_of",
+        "_idle",
+        "_table",
+        "block_size",
+        "free",
+        "published",
+        "total",
+    )
 
-    def __init__(self, total: int, block_size: int = 16) -> None:
+    def __init__(self, total: int, block_size: int = 16, *, every_copy: bool = False) -> None:
         if total < 1:
             raise ValueError(f"total is {total}; a pool needs at least one block")
         if block_size < 1:
@@ -30,6 +43,8 @@ class KVBlocks:
         self._idle: OrderedDict[int, None] = OrderedDict()  # by use; a dict looks for its first among all that went
         self._table: dict[int, int] = {}  # prefix hash -> block
         self._hash_of: dict[int, int] = {}  # block -> prefix hash
+        self._every_copy = every_copy
+        self._copies: dict[int, dict[int, None]] = {}  # prefix hash -> blocks that hold it beside that of the table
         self._extra: dict[int, int] = {}  # block -> holders beyond the first
         self.published = 0
         """How often a block's content became known: until that grows, no longer prefix can be found."""
@@ -79,7 +94,7 @@ class KVBlocks:
             assert missing <= len(self._idle), f"{count} blocks wanted, {self.free} free"
             for _ in range(missing):
                 block, _ = self._idle.popitem(last=False)
-                del self._table[self._hash_of.pop(block)]
+                self._lost(block, self._hash_of.pop(block))
                 stack.append(block)
         self.free -= count
         got = stack[-count:]
@@ -107,11 +122,29 @@ class KVBlocks:
                 self._free.append(block)
 
     def publish(self, block: int, digest: int) -> None:
-        """Say that ``block``, now held, contains the prefix ``digest``. The first block to say so is kept."""
-        if digest not in self._table and block not in self._hash_of:
+        """Say that ``block``, now held, contains the prefix ``digest``. The first block to say so is found."""
+        if block in self._hash_of:
+            return
+        if digest not in self._table:
             self._table[digest] = block
-            self._hash_of[block] = digest
             self.published += 1
+        elif self._every_copy:
+            self._copies.setdefault(digest, {})[block] = None
+        else:
+            return
+        self._hash_of[block] = digest
+
+    def _lost(self, block: int, digest: int) -> None:
+        """``block`` holds ``digest`` no longer: the next copy of it is found."""
+        copies = self._copies.get(digest) if self._copies else None
+        if copies is None:
+            del self._table[digest]
+            return
+        if self._table[digest] == block:
+            self._table[digest] = block = next(iter(copies))
+        del copies[block]
+        if not copies:
+            del self._copies[digest]
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Make sure nobody finds ``blocks`` again: their content may be wrong."""
@@ -119,7 +152,7 @@ class KVBlocks:
             digest = self._hash_of.pop(block, None)
             if digest is None:
                 continue
-            del self._table[digest]
+            self._lost(block, digest)
             if block in self._idle:
                 del self._idle[block]
                 self._free.append(block)
@@ -137,7 +170,9 @@ class KVBlocks:
         assert not count.keys() & set(unheld), "a held block is also free"
         assert len(count) + len(unheld) == self.total, f"{self.total - len(count) - len(unheld)} blocks leaked"
         assert {block: n - 1 for block, n in count.items() if n > 1} == self._extra, "wrong count of shared holders"
-        assert len(self._table) == len(self._hash_of)
-        assert all(self._hash_of[block] == digest for digest, block in self._table.items())
+        known = [*self._table.items(), *((digest, copy) for digest, copies in self._copies.items() for copy in copies)]
+        assert len(known) == len(self._hash_of)
+        assert all(self._hash_of[block] == digest for digest, block in known)
+        assert self._copies.keys() <= self._table.keys()
         assert all(block in self._hash_of for block in self._idle), "an idle block without a hash"
         assert not any(block in self._hash_of for block in self._free), "a free block with a hash"

@@ -6,6 +6,10 @@ where one begins, prompts in progress that come behind it yield the step. (They 
 vLLM has no way to say so, and it gains nothing.) When KV blocks run out, the newest sequence gives its own back and is
 recomputed later; the oldest always gets on.
 
+A prompt has the blocks of all its tokens from its beginning on. As vLLM hands them out (``by_chunk``) it has those of the chunks
+planned so far, while others begin only if it will find the rest: decodes grow into that. Then a chunk finds no block, and the
+newest prompt gives its own back, itself if need be, and ends the step there; nobody begins in it.
+
 Drafted tokens come last: up to ``draft_tokens`` behind the last token of each decode, while budget and KV blocks are left that
 nobody else can use. So they delay no prompt and preempt nobody. Of the step's decodes, those with drafts are planned as chunks
 and set aside (:mod:`runtime.llm.decodes`); when the step is done they have one token more than drafts that were right, and give
@@ -55,9 +59,10 @@ class Scheduler:
     ``commit``, requests may be added and finished. ``slos`` (class -> SLO) feed
     :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
     are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``growth_reserve``: free KV
-    blocks kept for each decode when a prompt is admitted. ``before_preempting`` is called before a sequence is made to give its
-    blocks back. ``drafter`` guesses tokens where ``draft_tokens`` allows it; without one that knob does nothing. Plans with
-    drafts are for :meth:`update` alone.
+    blocks kept for each decode when a prompt is admitted. ``by_chunk``: prompts get their blocks chunk by chunk, and these are
+    known by their content as soon as they are planned; such plans are for :meth:`update` alone. ``before_preempting`` is called
+    before a sequence is made to give its blocks back. ``drafter`` guesses tokens where ``draft_tokens`` allows it; without one
+    that knob does nothing. Plans with drafts are for :meth:`update` alone.
     ``most_sampled``: rows of logits that a step with drafts may have, one for each drafted token among them, as there is memory
     for no more; None: any number.
     """
@@ -71,10 +76,11 @@ class Scheduler:
         slos: Mapping[str, SLO] | None = None,
         hasher: TokenHasher | None = None,
         growth_reserve: int = 1,
+        by_chunk: bool = False,
         drafter: Drafter | None = None,
         most_sampled: int | None = None,
     ) -> None:
-        self.kv = KVBlocks(kv_blocks, block_size)
+        self.kv = KVBlocks(kv_blocks, block_size, every_copy=by_chunk)
         self.holdings = Holdings(self.kv, hasher)
         self.decodes = Decodes(self.kv)
         self.prefills: dict[Sequence, None] = {}
@@ -87,6 +93,9 @@ class Scheduler:
         self.fast_forward = False
         """Whether a plan may stand for many identical decode steps."""
         self.growth_reserve = growth_reserve
+        self.by_chunk = by_chunk
+        self._grew = False  # whether decodes have the blocks of the step that is planned
+        self._handed = 0  # how many of its chunks have theirs
         self.most_request_tokens = kv_blocks * block_size + 1
         """The longest prompt + output that can ever run, alone in the whole pool. The last token needs no KV."""
         self.drafter = drafter
@@ -105,6 +114,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting.count)
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that nobody holds, and that no prompt in progress will need."""
+        return max(0, self.kv.free - self._owed()) if self.by_chunk else self.kv.free
+
+    def _owed(self) -> int:
+        """Blocks that prompts in progress will need, beside those that they hold."""
+        blocks_for = self.kv.blocks_for
+        return sum([blocks_for(s.target) - len(s.blocks) for s in self.prefills])
 
     def add(self, request: Request, now: float | None = None) -> Sequence:
         """Queue ``request``, ``now`` (its arrival, unless given). Raises ``ValueError`` for an empty prompt or one that can
@@ -181,19 +200,22 @@ class Scheduler:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
         decodes = self.decodes
-        gave: list[Sequence] = []
-        while not decodes.grow():
-            gave.append(self._preempt())
-        for sequence in gave:  # not before: what decodes grow by may have been cached for them
-            self._queue(sequence)
+        self._grew, self._handed = False, 0
+        if not self.by_chunk:
+            self._queue_again(self._grow())
         n = len(decodes.members)
         most = knobs.token_budget if budget is None else min(budget, knobs.token_budget)
         if n == 0:
             most = max(most, 1)  # whatever a policy says, a step with work does some
         chunks: list[Chunk] = []
         limited, wake = LimitedBy.DEMAND, inf
-        if self.prefills or self.waiting.count:
-            limited, wake = self._plan_prompts(now, knobs, most, chunks)
+        begun = self.begun() if self.prefills else []
+        if begun or self.waiting.count:
+            limited, wake = self._plan_prompts(now, knobs, most, begun, chunks)
+        short = self.by_chunk and not self._hand_out(chunks)
+        if short:
+            limited, wake = self._hand_out_short(knobs, most, begun, chunks), inf
+            n = len(decodes.members)
         drafts: tuple[Chunk, ...] = ()
         each = 0 if self.drafter is None else knobs.draft_tokens
         if each and n:
@@ -202,7 +224,7 @@ class Scheduler:
                 left = min(left, self.most_sampled - n - len(chunks))
             drafts = self._plan_drafts(each, left)
             n -= len(drafts)
-        alike = self.fast_forward and n and not chunks and not each
+        alike = self.fast_forward and n and not chunks and not each and not short  # behind such a step others may begin
         if self.admission is not None and self.admission.policy.late and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1
@@ -222,7 +244,7 @@ class Scheduler:
         drafts: list[Chunk] = []
         drafter, decodes, kv = self.drafter, self.decodes, self.kv
         assert drafter is not None
-        spare = max(0, kv.free - self.growth_reserve * len(decodes.members))
+        spare = max(0, self.free_blocks - self.growth_reserve * len(decodes.members))
         drafter.begin_step()
         for sequence in list(decodes.members) if left > 0 else ():
             done = decodes.step - sequence.joined
@@ -247,13 +269,14 @@ class Scheduler:
                 break
         return tuple(drafts)
 
-    def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
+    def _plan_prompts(
+        self, now: float, knobs: Knobs, most: int, begun: list[Sequence], chunks: list[Chunk]
+    ) -> tuple[LimitedBy, float]:
         """Fill ``chunks`` in order, with prompts in progress and new ones. Returns what stopped it and when to wake."""
         decoding = len(self.decodes.members)
         left = most - decoding
         limited, held, wake = LimitedBy.DEMAND, None, inf
         admission, waiting = self.admission, self.waiting
-        begun = self.begun() if self.prefills else []
         ahead = [] if admission is None else admission.judge_in_progress(begun, now, self._late)
         if not waiting.count:  # the same as below, where nothing is to be weighed
             for sequence in begun:
@@ -290,7 +313,7 @@ class Scheduler:
                 and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:])) is not None
             ):
                 self._late(admission, head, verdict, now)
-            elif not self._admit(head, now):
+            elif not self._admit(head, now, chunks):
                 held = LimitedBy.KV
             else:
                 yielding = turn < in_progress
@@ -334,9 +357,16 @@ class Scheduler:
             put_behind(sequence)
         self.slack.left(sequence)
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Give ``sequence`` the blocks of all its known tokens, if blocks to grow by are left for every decode."""
-        if not self.holdings.fits(sequence, self.kv.free - self.growth_reserve * len(self.decodes.members)):
+    def _admit(self, sequence: Sequence, now: float, chunks: list[Chunk]) -> bool:
+        """Give ``sequence`` the blocks of all its known tokens, if blocks to grow by are left for every decode. ``by_chunk`` it
+        has to fit as well, but is given those alone that are cached, behind what the step of ``chunks`` takes so far."""
+        owed = 0
+        if self.by_chunk:
+            if not self._hand_out(chunks):
+                return False
+            owed = self._owed()
+        spare = self.kv.free - owed - self.growth_reserve * len(self.decodes.members)
+        if not self.holdings.fits(sequence, spare, whole=not self.by_chunk):
             return False
         self.waiting.pop()
         sequence.state = "prefill"
@@ -346,6 +376,78 @@ class Scheduler:
             sequence.cached = sequence.computed
             sequence.epoch_first = self._epoch
         return True
+
+    def _hand_out(self, chunks: list[Chunk]) -> bool:
+        """Give decodes, and then ``chunks`` of prompts in their order, the blocks that they lack. False, and none, if there are
+        not enough."""
+        decodes, kv = self.decodes, self.kv
+        fresh = chunks[self._handed :]
+        lacking = [self._lacks(chunk.sequence, chunk.start + chunk.count) for chunk in fresh]
+        if sum(lacking) + (0 if self._grew else decodes.growing) > kv.free:
+            return False
+        if not self._grew:
+            self._grew = decodes.grow()
+        for chunk, count in zip(fresh, lacking, strict=True):
+            self._give(chunk, count)
+        self._handed = len(chunks)
+        return True
+
+    def _hand_out_short(self, knobs: Knobs, most: int, begun: list[Sequence], chunks: list[Chunk]) -> LimitedBy:
+        """The same where there are not enough: preempt for them, which changes ``chunks``. Nobody has begun in this step. Returns
+        what limits it."""
+        if self.before_preempting is not None:  # what is handed out from here on is to be found
+            self.before_preempting()
+        left = most - len(self.decodes.members)
+        gave = [] if self._grew else self._grow()
+        planned: dict[Sequence, Chunk] = {}
+        for sequence in begun:
+            if left <= 0:
+                break
+            if sequence not in self.prefills:
+                continue
+            start = sequence.computed
+            count = min(sequence.target - start, knobs.chunk_size, left)
+            lacks = self._lacks(sequence, start + count)
+            while lacks > self.kv.free and sequence in self.prefills:
+                victim = self._preempt()
+                gave.append(victim)
+                if victim in planned:
+                    left += planned.pop(victim).count
+            if sequence not in self.prefills:
+                break
+            planned[sequence] = chunk = Chunk(sequence, start, count, start + count == sequence.target)
+            self._give(chunk, lacks)
+            left -= count
+        chunks[:] = planned.values()
+        self._queue_again(gave)
+        if len(chunks) < len(self.prefills):
+            return LimitedBy.BUDGET
+        if self.running >= min(knobs.max_batch_size, knobs.token_budget):
+            return LimitedBy.SLOTS
+        used = len(self.decodes.members) + sum([chunk.count for chunk in chunks])
+        return LimitedBy.BUDGET if used >= most else LimitedBy.KV
+
+    def _lacks(self, sequence: Sequence, end: int) -> int:
+        """Blocks that ``sequence`` lacks for its first ``end`` tokens."""
+        return max(0, self.kv.blocks_for(end) - len(sequence.blocks))
+
+    def _give(self, chunk: Chunk, blocks: int) -> None:
+        sequence = chunk.sequence
+        sequence.blocks += self.kv.take(blocks)
+        if sequence.hashes:
+            self.holdings.publish(sequence, chunk.start, chunk.start + chunk.count)
+
+    def _grow(self) -> list[Sequence]:
+        """Have all decodes grow; returns those that gave their blocks back for it."""
+        gave: list[Sequence] = []
+        while not self.decodes.grow():
+            gave.append(self._preempt())
+        self._grew = True
+        return gave
+
+    def _queue_again(self, gave: list[Sequence]) -> None:
+        for sequence in gave:  # not before: what the step takes may have been cached for them
+            self._queue(sequence)
 
     def shed(self, most: int) -> None:
         """Preempt the newest until at most ``most`` sequences run, between two steps."""
@@ -518,6 +620,7 @@ class Scheduler:
         self.kv.check_integrity([s.blocks for s in (*self.decodes, *self.prefills)])
         self.decodes.check_integrity()
         for s in self.prefills:
-            assert s.state == "prefill" and len(s.blocks) == self.kv.blocks_for(s.target), s
+            held = s.computed if self.by_chunk else s.target
+            assert s.state == "prefill" and len(s.blocks) == self.kv.blocks_for(held), s
             assert s.computed < s.target, s
         self.waiting.check_integrity()

@@ -41,6 +41,7 @@ class Block:
 
     content: tuple[Token, ...] | None = None
     holders: int = 0
+    said: int = 0  # when that became known
 
 
 @dataclass(eq=False)
@@ -93,7 +94,9 @@ class Reference:
         first_s: float = 60.0,
         guessable: Callable[[str, int], bool] | None = None,
         most_sampled: int = 1 << 30,
+        by_chunk: bool = False,
     ) -> None:
+        self.by_chunk = by_chunk  # prompts get their blocks chunk by chunk
         self.most_sampled = most_sampled  # rows of logits that a step with guesses may have
         self.guessable = guessable  # whether the token at a place of an answer can be guessed; None: nobody guesses
         self.first_s = first_s  # when the first token of a request without a deadline of its own is due
@@ -134,21 +137,24 @@ class Reference:
             same = [b for b in self.everything() if b.content == content]
             if not same:
                 break
-            blocks.append(same[0])
+            blocks.append(min(same, key=lambda b: b.said))
         return blocks
 
     def everything(self) -> list[Block]:
         held = [b for live in [*self.decoding, *self.prompting] for b in live.blocks]
         return self.idle + held
 
-    def say(self, live: Live) -> None:
-        """Its full computed blocks are known by their content from now on."""
+    def say(self, live: Live, coming: int = 0) -> None:
+        """Its full blocks, of what is computed and so many ``coming`` tokens, are known by their content from now on."""
         if not self.prefix_cache:
             return
-        for index in range(min(live.computed, len(live.known)) // self.size):
+        for index in range(min(live.computed + coming, len(live.known)) // self.size):
             content = tuple(live.known[: (index + 1) * self.size])
-            if live.blocks[index].content is None and all(b.content != content for b in self.everything()):
-                live.blocks[index].content = content
+            if live.blocks[index].content is not None:
+                continue
+            if self.by_chunk or all(b.content != content for b in self.everything()):
+                self.count += 1
+                live.blocks[index].content, live.blocks[index].said = content, self.count
 
     def give_back(self, live: Live) -> None:
         self.say(live)
@@ -205,12 +211,12 @@ class Reference:
             reason, self.now, live.scheduled, live.times, live.cached or 0, live.preemptions
         )
 
-    def preempt(self) -> None:
+    def preempt(self) -> Live:
         live = (self.prompting or self.decoding).pop()
         self.give_back(live)
         live.computed = 0
         live.preemptions += 1
-        self.queue(live)
+        return live
 
     def next_waiting(self) -> Live:
         return min(self.waiting, key=lambda w: (*place(w), w.queued))
@@ -251,7 +257,7 @@ class Reference:
                 until = self.held_back(left, slots)
             if until > self.now and not head.preemptions:
                 closed = True
-            elif slots <= 0 or left <= 0 or not self.admit(head):
+            elif slots <= 0 or left <= 0 or not self.admit(head, chunks):
                 closed, until = True, -inf
             else:
                 yielding = bool(begun)
@@ -262,7 +268,7 @@ class Reference:
     def drafts(self, left: int) -> dict[Live, int]:
         """How many tokens are guessed behind the last one of each decode, of the ``left`` ones that the step has room for."""
         found: dict[Live, int] = {}
-        spare = max(0, self.free - len(self.decoding))
+        spare = max(0, self.free - self.owed() - len(self.decoding))
         for live in self.decoding if self.guessable and self.knobs.draft_tokens else []:
             free = (len(live.blocks) + spare) * self.size - live.computed - 1
             count = min(self.knobs.draft_tokens, left, live.request.output - len(live.times) - 1, free)
@@ -280,11 +286,58 @@ class Reference:
         places = range(len(live.times), len(live.times) + count)
         return next((n for n, at in enumerate(places) if not self.guessable(live.request.id, at)), count)
 
-    def admit(self, live: Live) -> bool:
+    def lacks(self, live: Live, tokens: int) -> int:
+        """Blocks that it lacks for so many of its tokens."""
+        return max(0, -(-tokens // self.size) - len(live.blocks))
+
+    def owed(self) -> int:
+        """Blocks that prompts in progress have yet to get."""
+        return sum(self.lacks(live, len(live.known)) for live in self.prompting)
+
+    def supply(self, live: Live, count: int) -> None:
+        for _ in range(self.lacks(live, live.computed + count)):
+            live.blocks.append(self.take())
+        if live in self.prompting:
+            self.say(live, count)
+
+    def serve(self, begun: list[Live], left: int) -> list[tuple[Live, int]]:
+        """Chunk by chunk: decodes, then prompts in progress, one after the other, each with the blocks that it lacks. Where there
+        are not enough the newest gives its own back; who has none left but its own ends the step."""
+        turns: list[tuple[Live, int]] = []
+        gave: list[Live] = []
+        for live in [*self.decoding, *begun]:
+            decodes = live in self.decoding
+            if live in gave or (left <= 0 and not decodes):
+                continue
+            count = 1 if decodes else min(len(live.known) - live.computed, self.knobs.chunk_size, left)
+            while live not in gave and self.lacks(live, live.computed + count) > self.free:
+                gave.append(self.preempt())
+                left += sum(count for other, count in turns if other is gave[-1])
+                turns = [(other, count) for other, count in turns if other is not gave[-1]]
+            if live in gave:
+                break
+            self.supply(live, count)
+            if not decodes:
+                turns.append((live, count))
+                left -= count
+        for live in gave:
+            self.queue(live)
+        return turns
+
+    def admit(self, live: Live, chunks: list[tuple[Live, int]]) -> bool:
+        if self.by_chunk:  # what the step takes so far, and names, comes first
+            before = [*((other, 1) for other in self.decoding), *chunks]
+            if sum(self.lacks(other, other.computed + count) for other, count in before) > self.free:
+                return False
+            for other, count in before:
+                self.supply(other, count)
         found = self.found(live)
         fresh = -(-len(live.known) // self.size) - len(found)
-        if fresh + sum(not b.holders for b in found) > self.free - len(self.decoding):
+        owed = self.owed() if self.by_chunk else 0
+        if fresh + sum(not b.holders for b in found) > self.free - owed - len(self.decoding):
             return False
+        if self.by_chunk:
+            fresh = 0  # they come with its chunks
         self.waiting.remove(live)
         if self.ordering == "fair":
             self.virtual = max(self.virtual, live.key)
@@ -311,14 +364,20 @@ class Reference:
         allowed = self.knobs.token_budget  # the policy is asked before the step is planned
         if self.policy is not None:
             allowed = max(0, self.policy(len(self.decoding)))
-        while sum(live.computed % self.size == 0 for live in self.decoding) > self.free:
-            self.preempt()
-        for live in self.decoding:
+        while not self.by_chunk and sum(live.computed % self.size == 0 for live in self.decoding) > self.free:
+            self.queue(self.preempt())
+        for live in [] if self.by_chunk else self.decoding:
             if live.computed % self.size == 0:
                 live.blocks.append(self.take())
+        begun = sorted(self.prompting, key=place)
         chunks, held_until = self.plan(allowed)
-        decoding = self.decoding[:]
         most = min(allowed, self.knobs.token_budget)
+        if self.by_chunk and all(live in begun for live, _ in chunks):
+            chunks = self.serve(begun, max(most, 0 if self.decoding else 1) - len(self.decoding))
+        elif self.by_chunk:
+            for live, count in chunks:
+                self.supply(live, count)
+        decoding = self.decoding[:]
         rows = len(decoding) + len(chunks)
         drafts = self.drafts(min(most - len(decoding) - sum(count for _, count in chunks), self.most_sampled - rows))
         if not decoding and not chunks:

@@ -113,13 +113,20 @@ class World:
     """An :class:`EngineCore` on a :class:`CheckingExecutor`, with the rules of DESIGN checked after every step."""
 
     def __init__(
-        self, *, kv_blocks: int, ordering: str = "priority", prefix: bool = True, seed: int = 0, drafts: bool = False
+        self,
+        *,
+        kv_blocks: int,
+        ordering: str = "priority",
+        prefix: bool = True,
+        seed: int = 0,
+        drafts: bool = False,
+        by_chunk: bool = False,
     ) -> None:
         self.executor = CheckingExecutor(seed)
         self.drafter = NgramDrafter() if drafts else None
         self.scheduler = Scheduler(
             kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None,
-            drafter=self.drafter,
+            drafter=self.drafter, by_chunk=by_chunk,
         )  # fmt: skip
         self.core = EngineCore(self.scheduler, self.executor, knobs=Knobs(8, 0, 16, 8), limits=KnobLimits())
         self.prefix = prefix

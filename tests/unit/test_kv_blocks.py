@@ -43,6 +43,24 @@ def test_holding_refreshes() -> None:
     assert kv.lookup([2], 1) == [] and kv.lookup([1], 1) == [a]
 
 
+def test_of_copies_the_next_is_found_when_the_first_is_gone() -> None:
+    """Where every copy is known; else the second is no more than a free block as soon as it is let go."""
+    for every_copy in (False, True):
+        kv = KVBlocks(3, 4, every_copy=every_copy)
+        first, second, third = kv.take(3)
+        for block in (first, second):
+            kv.publish(block, 7)
+        assert kv.lookup([7], 1) == [first] and (kv.published, kv.cached) == (1, 1)
+        kv.give([first])
+        kv.give([second])
+        kv.check_integrity([[third]])
+        assert kv.take(1) == ([first] if every_copy else [second])
+        assert kv.lookup([7], 1) == ([second] if every_copy else [first])
+        kv.forget([first, second])
+        kv.check_integrity([[third], [first if every_copy else second]])
+        assert kv.lookup([7], 1) == []
+
+
 def test_shared_blocks_are_free_when_the_last_holder_lets_go() -> None:
     kv = KVBlocks(3, 4)
     blocks = kv.take(1)

@@ -194,6 +194,50 @@ def test_admission_leaves_a_block_of_growth_for_every_decode() -> None:
     w.drain()
 
 
+def test_by_chunk_a_prompt_has_the_blocks_of_its_chunks_and_others_leave_it_the_rest() -> None:
+    w = World(kv_blocks=20, by_chunk=True)
+    w.set_knobs(WIDE.with_(chunk_size=6))
+    first, second = w.add([1] * 40), w.add([2] * 41)
+    assert chunks(last(w)) == [("r1", 0, 6)] and second.state == "waiting", "11 blocks, and 10 are promised"
+    assert (len(first.blocks), w.scheduler.kv.free, w.scheduler.free_blocks) == (2, 18, 10)
+    assert w.steps[-1].kv_free_blocks == w.core.view(w.now).kv_free_blocks == 10
+    third = w.add([3] * 40, priority=1)
+    assert chunks(last(w)) == [("r3", 0, 6)] and (len(first.blocks), len(third.blocks)) == (2, 2)
+
+
+def test_by_chunk_a_chunk_that_finds_no_block_takes_those_of_the_newest_prompt_even_of_the_same_step() -> None:
+    w = World(kv_blocks=13, by_chunk=True)
+    w.set_knobs(WIDE.with_(chunk_size=2))
+    w.add([1] * 4, 40)
+    w.step()
+    older = w.add([2] * 18)
+    w.step()
+    newer = w.add([3] * 18, priority=1)
+    for start in range(0, 16, 2):
+        plan = last(w)
+        assert ("r3", start, 2) in chunks(plan) and not plan.preemptions
+    assert (older.computed, newer.computed, w.scheduler.kv.free) == (16, 16, 2)
+    urgent = w.add([4], 2, priority=2)
+    plan = last(w)  # one of the two blocks is for the decode, the other for r3, which goes first: there is none for r2
+    assert chunks(plan) == [("r2", 16, 2)] and plan.preemptions == 1 and plan.limited_by is LimitedBy.KV
+    assert (newer.state, newer.blocks, newer.preemptions) == ("waiting", [], 1)
+    assert urgent.state == "waiting" and w.scheduler.kv.free == 4, "nobody begins in such a step"
+    w.drain()
+
+
+def test_by_chunk_prompts_of_one_step_share_what_it_computes() -> None:
+    w = World(kv_blocks=20, by_chunk=True)
+    w.set_knobs(WIDE)
+    w.add([1] * 18)
+    w.add([1] * 22)
+    assert chunks(last(w)) == [("r1", 0, 18), ("r2", 16, 6)]
+    whole = World(kv_blocks=20)
+    whole.set_knobs(WIDE)
+    whole.add([1] * 18)
+    whole.add([1] * 22)
+    assert chunks(last(whole)) == [("r1", 0, 18), ("r2", 0, 22)]
+
+
 def test_prefix_is_shared_while_its_owner_still_runs() -> None:
     w = world()
     owner = w.add([1] * 10, 9)
