@@ -24,6 +24,8 @@ KV_CACHE_DTYPES: Final = ("auto", "fp8")
 Effect = Literal["live", "restart", "none"]
 """What setting a knob does: ``live``: in force from the next step on; ``restart``: refused, it takes a new engine;
 ``none``: nothing, there is no such knob."""
+KvAllocation = Literal["whole", "chunk"]
+"""How a prompt gets its KV blocks: ``whole``: all as it begins; ``chunk``: those of each chunk as that is planned."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ class Facts:
     ``model``: the language model it serves, if it does and that is known; ``callable``: the function it calls, if it is
     a batcher. ``kv_tokens``: size of the KV pool in tokens, in blocks of ``block_size`` (without a pool: what a step may
     hold); ``prefix_cache``: whether prompts share the KV of equal beginnings; ``growth_reserve``: free KV blocks that it keeps
-    for each decoding sequence when it admits a prompt. ``parallelism``: devices that the model is split over.
-    ``graphs``: the steps that it has recorded.
+    for each decoding sequence when it admits a prompt; ``kv_allocation``: how it hands them out. ``parallelism``: devices that
+    the model is split over. ``graphs``: the steps that it has recorded.
     """
 
     engine: str
@@ -117,6 +119,7 @@ class Facts:
     block_size: int = 1
     prefix_cache: bool = False
     growth_reserve: int = 0
+    kv_allocation: KvAllocation = "whole"
     parallelism: int = 1
     model: ModelInfo | None = None
     callable: CallableInfo | None = None

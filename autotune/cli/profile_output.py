@@ -115,6 +115,7 @@ def finish(
             prefix_cache=facts.prefix_cache,
             parallelism=facts.parallelism,
             growth_reserve=facts.growth_reserve,
+            kv_allocation=facts.kv_allocation,
             options=dict(requested.source.arguments),
         ),
         model=requested.model,

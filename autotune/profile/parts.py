@@ -14,6 +14,7 @@ from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionErro
 from autotune.cost.fields import AboveZero, Amount, Count, Number, Part, Positive, Share, Text, check_order
 from autotune.profile.fields import MOST_KV_TOKENS, ClassField, KnobsField, LimitsField, ObjectiveName, Rate, SLOField
 from runtime.slo import weighted_attainment
+from runtime.tunable import KvAllocation
 
 __all__ = [
     "Calibration",
@@ -165,6 +166,10 @@ class EngineFacts(Part):
     parallelism: Positive = Field(default=1, description="devices the model is split over")
     growth_reserve: Count = Field(
         default=1, description="free KV blocks that it keeps for each decode when it admits a prompt"
+    )
+    kv_allocation: KvAllocation = Field(
+        default="whole",
+        description="whether a prompt has the KV blocks of all its tokens as it begins, or chunk by chunk",
     )
     options: dict[str, str] = Field(default={}, description="what else it was started with, as --engine-arg had it")
 

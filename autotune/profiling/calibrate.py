@@ -156,8 +156,8 @@ def full_rate(cost: StepModel, lengths: Sequence[Arrival], limits: KnobLimits, f
     """Requests/s of an engine of such ``facts`` that always has enough to do, simulated."""
     some = [arrival._replace(time=0.0) for arrival in lengths[:_FILLING]]
     full = SimulatedEngine(
-        cost, kv_tokens=facts.kv_tokens, block_size=facts.block_size, growth_reserve=facts.growth_reserve, limits=limits,
-        knobs=limits.clamp(_FULL), max_queue=len(some) + 1, prefix_cache=False,
+        cost, kv_tokens=facts.kv_tokens, block_size=facts.block_size, growth_reserve=facts.growth_reserve,
+        kv_allocation=facts.kv_allocation, limits=limits, knobs=limits.clamp(_FULL), max_queue=len(some) + 1, prefix_cache=False,
     )  # fmt: skip
     full.serve(some, shared=False)
     full.run()

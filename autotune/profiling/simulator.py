@@ -58,6 +58,7 @@ class Simulator:
             slo=setup.slo,
             classes=setup.classes,
             growth_reserve=facts.growth_reserve,
+            kv_allocation=facts.kv_allocation,
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)
 

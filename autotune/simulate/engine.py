@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Self, TypeVar
+from typing import Self, TypeVar, get_args
 
 from autotune.profile.parts import JitterFacts
 from autotune.simulate.drafts import Acceptances, LikelyDrafter
@@ -43,7 +43,7 @@ from runtime.request import Sequence as RunningSequence
 from runtime.shared.listeners import Listeners
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import NO_GRAPHS, StepGraphs, StepModel
-from runtime.tunable import Capabilities, Facts, Listener, SchedulerView
+from runtime.tunable import Capabilities, Facts, KvAllocation, Listener, SchedulerView
 
 T = TypeVar("T")
 
@@ -70,7 +70,8 @@ class SimulatedEngine(TunableCore):
     """Serves requests in virtual time on the machine that ``cost`` describes (seconds of a step).
 
     ``kv_tokens``, ``block_size``: the KV pool, in tokens; ``prefix_cache``: prompts share the KV of equal beginnings;
-    ``growth_reserve``: free blocks kept for each decode when a prompt is admitted; ``limits``, ``knobs``, ``slo``,
+    ``growth_reserve``: free blocks kept for each decode when a prompt is admitted; ``kv_allocation``: ``"whole"``, as our engine
+    hands them out, or ``"chunk"``, as vLLM does; ``limits``, ``knobs``, ``slo``,
     ``classes``, ``ordering``, ``admission`` and ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of
     each step's time, relative, and ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at
     the same times whatever is run); both drawn from ``seed``. ``graphs``: the steps that it has recorded, a
@@ -98,6 +99,7 @@ class SimulatedEngine(TunableCore):
         admission: AdmissionPolicy | bool = False,
         prefix_cache: bool = True,
         growth_reserve: int = 1,
+        kv_allocation: KvAllocation = "whole",
         max_queue: int = 4096,
         noise: float = 0.0,
         jitter: JitterFacts | None = None,
@@ -113,6 +115,10 @@ class SimulatedEngine(TunableCore):
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        if kv_allocation not in get_args(KvAllocation):
+            raise ValueError(
+                f"kv_allocation is {kv_allocation!r}; it must be one of {', '.join(get_args(KvAllocation))}"
+            )
         classes = tuple(classes)
         slos = {c.name: c.slo for c in classes}
         if slo is not None:
@@ -121,7 +127,8 @@ class SimulatedEngine(TunableCore):
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(
             kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos,
-            growth_reserve=growth_reserve, drafter=LikelyDrafter(acceptance) if acceptance else None,
+            growth_reserve=growth_reserve, by_chunk=kv_allocation == "chunk",
+            drafter=LikelyDrafter(acceptance) if acceptance else None,
             most_sampled=limits.max_batch_size,
         )  # fmt: skip
         executor = CostExecutor(
@@ -132,7 +139,7 @@ class SimulatedEngine(TunableCore):
         self.core, self.scheduler = core, scheduler
         self._facts = Facts(
             "simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve,
-            graphs=graphs,
+            kv_allocation, graphs=graphs,
         )  # fmt: skip
         self._closed = False
         self._woken = False  # whether something has come that may end a wait

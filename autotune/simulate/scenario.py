@@ -28,6 +28,7 @@ from autotune.workload.options import plain_float
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO, RequestClass
+from runtime.tunable import KvAllocation
 
 SPEEDS = ("compute", "bandwidth", "overhead")
 _FASTEST = 1000  # times as fast, or as slow
@@ -45,8 +46,8 @@ class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
     ``classes`` have an SLO of their own. ``workload`` has its lengths scaled and capped; its own rate is not looked at.
-    ``block_size``, ``prefix_cache`` and ``growth_reserve`` are those of the engine. Steps are slow at the same times under every
-    setting (common random numbers).
+    ``block_size``, ``prefix_cache``, ``growth_reserve`` and ``kv_allocation`` are those of the engine. Steps are slow at the same
+    times under every setting (common random numbers).
     """
 
     cost: CostModel
@@ -57,6 +58,7 @@ class Scenario:
     workload: Workload
     slo: SLO
     growth_reserve: int = 1
+    kv_allocation: KvAllocation = "whole"
     classes: tuple[RequestClass, ...] = ()
 
     @classmethod
@@ -109,6 +111,7 @@ class Scenario:
             workload=at_length_scale(load, facts.length_scale).scaled(cap_prompt=cap_prompt, cap_output=cap_output),
             slo=slo or profile.slo,
             growth_reserve=engine.growth_reserve,
+            kv_allocation=engine.kv_allocation,
             classes=profile.classes if classes is None else tuple(classes),
         )
 
@@ -138,6 +141,7 @@ class Scenario:
             classes=self.classes,
             prefix_cache=self.prefix_cache,
             growth_reserve=self.growth_reserve,
+            kv_allocation=self.kv_allocation,
             jitter=self.cost.facts.jitter,
             jitter_by_time=True,
             seed=seed,

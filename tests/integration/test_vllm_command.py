@@ -63,6 +63,7 @@ def test_the_profile_is_of_vllm(made: Profile, autotune: Autotune) -> None:
     engine = made.engine
     assert str(engine) == f"vllm {VERSION}" and engine.options == ARGUMENTS
     assert engine.kv_pool.block_size == 32 and engine.prefix_cache and engine.growth_reserve == 1
+    assert engine.kv_allocation == "chunk"
     assert engine.limits == KnobLimits(draft_tokens=0), "vLLM's own drafts are set when it starts"
     assert (made.model.name, made.model.dtype, made.model.random_weights) == (str(autotune.model), "float32", True)
     assert made.model.parameters == 258 * 128 + 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128) + 128

@@ -202,7 +202,7 @@ def test_bytes_of_a_token_in_windows_are_fewer_than_in_full_attention() -> None:
         assert facts.model is not None and 8 < facts.model.kv_bytes_per_token < 12, (
             "2048 tokens of one, and 320 of the other"
         )
-        assert facts.growth_reserve == 1 and facts.kv_tokens % BLOCK == 0
+        assert facts.growth_reserve == 1 and facts.kv_allocation == "chunk" and facts.kv_tokens % BLOCK == 0
         assert facts.kv_tokens * facts.model.kv_bytes_per_token == pytest.approx(1 << 20, rel=0.2)
 
 

@@ -21,7 +21,7 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from tests.sample_profile import sample_profile
 
-LATER = {spec.name for spec in KNOBS if not spec.required} | {"growth_reserve", "options"}
+LATER = {spec.name for spec in KNOBS if not spec.required} | {"growth_reserve", "kv_allocation", "options"}
 DATA = Path(__file__).parent / "data"
 RENAMED = {"excess_s": "serving_overhead_s"}
 ROOT = Path(__file__).parents[2]
@@ -70,12 +70,12 @@ def test_version_2_called_warnings_and_paired_simulations_otherwise() -> None:
     assert found.cost_model.serving_overhead_s == old["cost_model"]["excess_s"] > 0
 
 
-def test_an_engine_of_before_kept_one_block_for_each_decode_and_had_no_options() -> None:
+def test_an_engine_of_before_kept_one_block_for_each_decode_handed_out_whole_prompts_and_had_no_options() -> None:
     data = sample_profile().model_dump(mode="json")
-    for name in ("growth_reserve", "options"):
+    for name in ("growth_reserve", "kv_allocation", "options"):
         del data["engine"][name]
     found = Profile.model_validate_json(json.dumps(data), strict=True).engine
-    assert (found.growth_reserve, found.options) == (1, {})
+    assert (found.growth_reserve, found.kv_allocation, found.options) == (1, "whole", {})
 
 
 def test_the_chain_has_no_gap_and_ends_at_the_present() -> None:

@@ -214,6 +214,19 @@ def test_blocks_kept_for_decodes_are_those_of_the_profile_s_engine() -> None:
         SimulatedEngine(h200(), kv_tokens=1000, growth_reserve=-1)
 
 
+def test_blocks_are_handed_out_as_by_the_profile_s_engine() -> None:
+    """Chunk by chunk, decodes grow into what prompts in progress will need."""
+    preempted = {}
+    for allocation in ("whole", "chunk"):
+        profile = profiled(engine={"kv_allocation": allocation, "kv_pool": KvPool(block_size=16, blocks=320)})
+        machine = Scenario.of(profile, workload="poisson:prompt=500,output=400")
+        assert machine.start().facts.kv_allocation == allocation
+        preempted[allocation] = machine.measure(Knobs(64, 0, 2048, 16), 10.0, 0, requests=200).steps.preemptions
+    assert preempted["chunk"] != preempted["whole"] > 0
+    with pytest.raises(ValueError, match="kv_allocation is 'half'; it must be one of whole, chunk"):
+        SimulatedEngine(h200(), kv_tokens=1000, kv_allocation="half")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("tokens", [16, 20, 31, 40])
 def test_no_request_is_larger_than_the_blocks_of_a_small_pool(tokens: int) -> None:
     world = scenario(kv_tokens=tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,7 +18,7 @@ from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass
-from runtime.tunable import SchedulerView
+from runtime.tunable import KvAllocation, SchedulerView
 from tests.examples import examples
 from tests.tiers import slow_but_for
 from tests.unit.jitter_cases import STALLS
@@ -46,7 +46,13 @@ def events(made: Case) -> list[tuple[float, Request | Knobs]]:
 
 
 def simulated(
-    made: Case, *, fast_forward: bool, noise: float = 0.0, jitter: JitterFacts | None = None, policy: bool = True
+    made: Case,
+    *,
+    fast_forward: bool,
+    noise: float = 0.0,
+    jitter: JitterFacts | None = None,
+    policy: bool = True,
+    allocation: KvAllocation = "whole",
 ) -> tuple[Any, Everything]:
     engine = SimulatedEngine(
         made.machine,
@@ -62,6 +68,7 @@ def simulated(
         seed=3,
         fast_forward=fast_forward,
         acceptance=made.acceptance,
+        kv_allocation=allocation,
     )
     if made.policy is not None and policy:
         engine.set_step_policy(Allowance(made.policy))
@@ -84,14 +91,14 @@ def simulated(
     return engine, heard
 
 
-def referred(made: Case) -> Reference:
+def referred(made: Case, allocation: KvAllocation) -> Reference:
     def known(request_id: str, place: int) -> bool:
         return guessable(request_id, place, made.acceptance)
 
     reference = Reference(
         made.machine, made.knobs, blocks=made.blocks, block_size=made.block_size, ordering=made.ordering,
         prefix_cache=made.prefix_cache, policy=made.policy, first_s=0.05, guessable=known if made.acceptance else None,
-        most_sampled=LIMITS.max_batch_size,
+        most_sampled=LIMITS.max_batch_size, by_chunk=allocation == "chunk",
     )  # fmt: skip
     for when, what in events(made):
         reference.run(when)
@@ -114,13 +121,14 @@ def planned(step: StepRecord) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.parametrize("allocation", get_args(KvAllocation))
 @pytest.mark.parametrize("drafts", slow_but_for((True,), (False, True)), ids=["", "drafts"])
-def test_it_agrees_with_the_reference_event_by_event(drafts: bool) -> None:
+def test_it_agrees_with_the_reference_event_by_event(drafts: bool, allocation: KvAllocation) -> None:
     seen: dict[str, int] = dict.fromkeys(("preempted", "cached", "timeout", "drafted", "accepted"), 0)
     for number in CASES:
         made = case(number, drafts=drafts)
-        reference = referred(made)
-        _, heard = simulated(made, fast_forward=True)
+        reference = referred(made, allocation)
+        _, heard = simulated(made, fast_forward=True, allocation=allocation)
         assert [(s.start, s.end) for s in heard.steps] == reference.steps, f"case {number}"
         assert {r.id for r in heard.requests} == reference.ended.keys() == {r.id for r in made.requests}
         for record in heard.requests:
@@ -140,16 +148,17 @@ def test_it_agrees_with_the_reference_event_by_event(drafts: bool) -> None:
     assert (seen["drafted"] > 1000 and 0 < seen["accepted"] < seen["drafted"]) if drafts else not seen["drafted"], seen
 
 
+@pytest.mark.parametrize("allocation", get_args(KvAllocation))
 @pytest.mark.parametrize(
     ("noise", "jitter"),
     slow_but_for(((0.05, STALLS),), ((0.0, None), (0.1, None), (0.0, STALLS), (0.05, STALLS))),
 )
-def test_fast_forward_changes_nothing(noise: float, jitter: JitterFacts | None) -> None:
+def test_fast_forward_changes_nothing(noise: float, jitter: JitterFacts | None, allocation: KvAllocation) -> None:
     runs = steps = 0
     for number in CASES:
         made = case(number)
-        single, one = simulated(made, fast_forward=False, noise=noise, jitter=jitter)
-        fast, many = simulated(made, fast_forward=True, noise=noise, jitter=jitter)
+        single, one = simulated(made, fast_forward=False, noise=noise, jitter=jitter, allocation=allocation)
+        fast, many = simulated(made, fast_forward=True, noise=noise, jitter=jitter, allocation=allocation)
         assert many.requests == one.requests, f"case {number}"
         assert list(map(planned, many.steps)) == list(map(planned, one.steps)), f"case {number}"
         assert fast.clock.now() == single.clock.now()

@@ -204,6 +204,7 @@ def facts_of(config: Any, steering: Steering) -> Facts:
         block_size=kv.block_size,
         prefix_cache=bool(config.cache_config.enable_prefix_caching),
         growth_reserve=GROWTH_RESERVE if kv.grow else 0,
+        kv_allocation="chunk",
         parallelism=config.parallel_config.world_size,
         model=model,
         version=str(vllm.__version__),
