@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 log = logging.getLogger("vllm.autotune")
@@ -58,6 +59,9 @@ class KvPool:
         """Blocks that nobody holds."""
         self._grow_by = {size: sum(group.grows and group.block_size == size for group in groups) for size, *_ in groups}
         self._computed: Callable[[Any], Any] = manager.get_computed_blocks
+        kinds = [type(one).__name__ for one, _ in found]
+        hashed = getattr(scheduler, "hash_block_size", self.block_size)
+        self._named = hashed if kinds == [_WHOLE[0]] and hashed == groups[0].block_size else 0
         if self.uncounted:
             log.warning(
                 "KV growth reserve and the check that whole prompts fit are off: the model has KV cache groups of kind %s, whose "
@@ -114,6 +118,20 @@ class KvPool:
         return cached, {
             block.block_id for group in found[0].blocks for block in group if block.ref_cnt == 0 and not block.is_null
         }
+
+    def named(self, request: Any, start: int, end: int) -> list[Any]:
+        """Hashes of the blocks of ``request`` that are known once its tokens from ``start`` to ``end`` are planned; none where a
+        prefix is more than the blocks of one group."""
+        size = self._named
+        return list(request.block_hashes[start // size : end // size]) if size else []
+
+    def shared(self, request: Any, cached: int, named: set[Any]) -> int:
+        """Tokens of ``request`` behind the ``cached`` ones that it shares with blocks ``named`` in the same step."""
+        size = self._named
+        if not size or not named or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        hashes = request.block_hashes[cached // size : (request.num_tokens - 1) // size]
+        return size * sum(1 for _ in takewhile(named.__contains__, hashes))
 
 
 def _group(manager: Any, pool: object, longest: int) -> _Group | None:

@@ -293,6 +293,7 @@ class Steering(SteeredRequests):
         shared: set[int] = (
             set()
         )  # blocks of a cached prefix that nobody held, which the first of this step takes for all
+        named: set[Any] = set()  # hashes of blocks that the step computes, of prompts before those that it begins now
         spare: int | None = None
         heads = waiting.in_order()
         head = next(heads, None)
@@ -303,6 +304,8 @@ class Steering(SteeredRequests):
                 count = min(knobs.chunk_size, sequence.target - done, max(left, 0))
                 left -= count
                 owed += self._blocks(sequence.target) - self._blocks(done + count)
+                if self._caches and head is not None:
+                    named.update(self.kv.named(sequence.data, done, done + count))
                 turn += 1
                 continue
             if head is None:
@@ -328,6 +331,7 @@ class Steering(SteeredRequests):
                     head = next(heads, None)
                     continue
             cached, idle = self.kv.cached(head.data)  # some may have been evicted since it was queued
+            cached += self.kv.shared(head.data, cached, named)
             pending = head.target - cached
             spare -= self._blocks(pending) + len(idle - shared)
             shared |= idle
@@ -341,7 +345,10 @@ class Steering(SteeredRequests):
             if admission is not None:
                 ahead.append(admission.rate.tokens(Work.of(pending, cached)))
             begins += 1
-            left -= min(knobs.chunk_size, pending)
+            count = min(knobs.chunk_size, pending, left)
+            left -= count
+            if self._caches:
+                named.update(self.kv.named(head.data, cached, cached + count))
             head = next(heads, None)
         yields = begun[turn:] if yielding else []
         for sequence in yields:
@@ -406,9 +413,9 @@ class Steering(SteeredRequests):
         if len(chunks) < len(self.prefills):
             limited = LimitedBy.BUDGET
         elif self.waiting.count:
-            full = len(self._scheduler.running) >= slots
+            full, head = len(self._scheduler.running) >= slots, self.waiting.peek()
             limited = (
-                LimitedBy.WAIT if held > now
+                LimitedBy.WAIT if held > now and not (head and head.preemptions)
                 else LimitedBy.SLOTS if full
                 else LimitedBy.BUDGET if used >= requested
                 else LimitedBy.KV
