@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 LOADS, WHOLE = 80, 40
-PREEMPTS, SHARES, EVICTS = "vLLM preempts later", "vLLM shares within a step", "vLLM evicts later"
 
 
 def ran(python: Path, *arguments: str, timeout_s: float = 580) -> subprocess.CompletedProcess[str]:
@@ -46,56 +44,30 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return compared(request.param, str(LOADS), "7")
 
 
-def test_steps_and_requests_are_equal_but_for_what_is_named(found: list[dict[str, Any]]) -> None:
-    named = Counter(one["differs"].partition(":")[0] for one in found)
-    unknown = [f"{one['load']}: {one['differs']}" for one in found if one["differs"].startswith("unknown")]
-    assert not unknown, "\n".join(unknown)
-    assert named.keys() <= {"", PREEMPTS, SHARES, EVICTS}
-    assert named[""] >= 0.7 * LOADS, named
-
-
-def test_only_full_pools_and_shared_prefixes_make_a_difference(found: list[dict[str, Any]]) -> None:
-    for one in found:
-        full, shared = "blocks=70" in one["load"] or one["full"], "prefix_cache=True" in one["load"]
-        name = one["differs"].partition(":")[0]
-        assert not name or shared or full, one
-        assert name != PREEMPTS or full, one
-        assert name not in (SHARES, EVICTS) or shared, one
-        assert name != EVICTS or "blocks=4000" not in one["load"], one
+def test_every_step_and_request_is_equal(found: list[dict[str, Any]]) -> None:
+    different = [f"{one['load']}: {one['differs']}" for one in found if one["differs"]]
+    assert not different, "\n".join(different)
     assert all(one["requests"] == 120 and one["blocks_left"] == 0 for one in found), "none is lost, and no block"
 
 
 @pytest.mark.parametrize("version", scheduler_versions())
-def test_where_prompts_are_one_chunk_the_same_prefixes_are_evicted(version: str) -> None:
-    """But for a prompt that the step has no room for as a whole. Sharing within a step is of the second of two prompts alike."""
+def test_where_prompts_are_one_chunk_the_same_prefixes_are_shared_and_evicted(version: str) -> None:
     whole = compared(version, str(WHOLE), "7", "whole")
-    named = Counter(one["differs"].partition(":")[0] for one in whole)
-    assert named.keys() <= {"", SHARES, EVICTS} and named[EVICTS] <= 2, named
-    assert sum(one["full"] for one in whole) >= 10, "pools are full"
-
-
-def test_a_named_difference_is_small(found: list[dict[str, Any]]) -> None:
-    """All is done at nearly the same time, and with nearly the same outcomes."""
-    for one in found:
-        (theirs, ours), (their_e2e, our_e2e) = one["seconds"], one["e2e"]
-        their_reasons, our_reasons = one["reasons"]
-        changed = sum(abs(their_reasons.get(r, 0) - our_reasons.get(r, 0)) for r in {*their_reasons, *our_reasons}) / 2
-        if not one["differs"]:
-            assert (theirs, their_e2e, changed) == (ours, our_e2e, 0), one
-        assert theirs == pytest.approx(ours, rel=0.2), one
-        assert their_e2e == pytest.approx(our_e2e, rel=0.3), one
-        assert changed <= 10, one
+    different = [f"{one['load']}: {one['differs']}" for one in whole if one["differs"]]
+    assert not different, "\n".join(different)
+    for kind, least in (("full", 10), ("evicted", 30), ("shared", 12)):
+        assert sum(one[kind] > 0 for one in whole) >= least, kind
 
 
 def test_the_loads_are_of_every_kind(found: list[dict[str, Any]]) -> None:
     """Else their agreement says little."""
     assert sum(one["rejected"] > 0 for one in found) >= 5
-    assert sum(one["relegated"] > 0 and not one["differs"] for one in found) >= 5
-    assert sum(one["preempted"] > 0 for one in found) >= 2
+    for kind in ("relegated", "preempted", "evicted", "shared"):
+        assert sum(one[kind] > 0 for one in found) >= 5, kind
     for kind in ("by view", "turns=3", "mixed=True", "cancels=True", "prefix_cache=True", "ordering=deadline"):
-        assert sum(kind in one["load"] and not one["differs"] for one in found) >= 5, kind
+        assert sum(kind in one["load"] for one in found) >= 5, kind
     assert sum("max_wait_ms=0" not in one["load"] for one in found) >= 10
-    assert all(any(reason in one["reasons"][0] for one in found) for reason in ("cancelled", "timeout", "rejected"))
+    assert all(any(reason in one["reasons"] for one in found) for reason in ("cancelled", "timeout", "rejected"))
 
 
 @pytest.mark.parametrize("version", scheduler_versions())

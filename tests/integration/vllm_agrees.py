@@ -15,7 +15,6 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -39,15 +38,6 @@ from runtime.tunable import SchedulerView
 
 BLOCK = 16
 LIMITS = KnobLimits(max_batch_size=64, max_wait_ms=500, token_budget=1024, chunk_size=1024)
-PREEMPTS = "vLLM preempts later"
-"""The known difference. vLLM hands a prompt its KV blocks chunk by chunk, the simulated engine when it begins: where the pool
-is full of prompts in progress, a decode of vLLM's still finds a block, and one of the simulated engine's preempts a prompt."""
-SHARES = "vLLM shares within a step"
-"""The other. A prompt that begins in the same step as another with the same beginning finds its blocks in vLLM, which names them
-when it plans them; the simulated engine names them when they have been computed."""
-EVICTS = "vLLM evicts later"
-"""The third, in whatever follows the first eviction of a cached prefix from a full pool: what vLLM hands a prompt chunk by chunk
-stays cached for longer. Prompts that are one chunk make no such difference."""
 TARGET = SLO(ttft_ms=800, tpot_ms=60)
 CLASSES = (RequestClass("default", TARGET), RequestClass("batch", SLO(ttft_ms=4000), weight=0.25))
 SLOS = {each.name: each.slo for each in CLASSES}
@@ -137,16 +127,13 @@ class Budget:
 
 
 class Heard:
-    def __init__(self, has_evicted: Callable[[], bool]) -> None:
-        self._has_evicted = has_evicted
+    def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.requests: list[RequestRecord] = []
-        self.evicted = inf  # the first step with which a cached prefix had been evicted
-        self.shared: set[int] = set()  # numbers of steps in which a prompt found blocks that the step itself computes
+        self.evicted = 0  # cached prefixes, by blocks
+        self.shared = 0  # prompts that found blocks which the step in which they began was to compute
 
     def on_step(self, record: StepRecord) -> None:
-        if self.evicted == inf and self._has_evicted():
-            self.evicted = len(self.steps)
         self.steps.append(record)
 
     def on_request(self, record: RequestRecord) -> None:
@@ -157,9 +144,9 @@ def simulated(load: Load) -> Heard:
     engine = SimulatedEngine(
         Cost(), kv_tokens=load.blocks * BLOCK, block_size=BLOCK, limits=LIMITS, knobs=load.knobs, classes=CLASSES,
         ordering=load.ordering, prefix_cache=load.prefix_cache, fast_forward=False,
+        kv_allocation="chunk",
     )  # fmt: skip
-    kv = engine.scheduler.kv
-    heard = Heard(lambda: kv.published > kv.cached)
+    heard = Heard()
     engine.subscribe(heard)
     if load.budget:
         engine.set_step_policy(Budget())
@@ -250,14 +237,14 @@ class Steered:
             ordering=ordering_of(load.ordering, SLOS),
             contained=False,
         )
-        self._evictions = 0
+        self.heard = Heard()
         self._named: set[int] = set()  # blocks whose content became known as the step was planned
         pool = scheduler.kv_cache_manager.block_pool
         evict, name_blocks = pool._maybe_evict_cached_block, pool.cache_full_blocks
 
         def counted(block: Any) -> bool:
             evicted: bool = evict(block)
-            self._evictions += evicted
+            self.heard.evicted += evicted
             return evicted
 
         def named(
@@ -268,7 +255,6 @@ class Steered:
 
         pool._maybe_evict_cached_block = counted
         pool.cache_full_blocks = named
-        self.heard = Heard(lambda: self._evictions > 0)
         self.relegated = 0
         self._sampled = 10**7  # no token is sampled twice, so that no answer is found in the prefix cache
 
@@ -317,8 +303,7 @@ class Steered:
             if output is not None:
                 names = list(output.num_scheduled_tokens)
                 if names:
-                    if any(map(self._shared, output.scheduled_new_reqs)):
-                        self.heard.shared.add(len(self.heard.steps))
+                    self.heard.shared += sum(map(self._shared, output.scheduled_new_reqs))
                     clock.advance(self.cost.predict(StepFeatures.of(steering.planned_last)))
                 sampled = [[self._next()] if self._samples(name) else [] for name in names]
                 made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
@@ -345,39 +330,24 @@ class Steered:
 
 
 def first_difference(ours: Heard, theirs: Heard) -> str:
-    """What differs first; empty if nothing does. It begins with the name of the difference where that is known."""
+    """What differs first; empty if nothing does."""
     for number, (a, b) in enumerate(zip(ours.steps, theirs.steps, strict=False)):
         if a != b:
-            name = (
-                SHARES if number in theirs.shared
-                else EVICTS if number >= min(ours.evicted, theirs.evicted)
-                else PREEMPTS if a.preemptions > b.preemptions
-                else "unknown"
-            )  # fmt: skip
             fields = [name for name in StepRecord._fields if getattr(a, name) != getattr(b, name)]
             told = ", ".join(f"{name} {getattr(a, name)} and {getattr(b, name)}" for name in fields)
-            return f"{name}: step {number} of {len(ours.steps)} at {a.start:.4f} s: {told}"
+            return f"step {number} of {len(ours.steps)} at {a.start:.4f} s: {told}"
     if len(ours.steps) != len(theirs.steps):
-        return f"unknown: {len(ours.steps)} and {len(theirs.steps)} steps"
+        return f"{len(ours.steps)} and {len(theirs.steps)} steps"
     by_name = {record.id: record for record in theirs.requests}
     for one in ours.requests:
         other = by_name.pop(one.id, None)
         if other is None or _plain(one) != _plain(other):
-            return f"unknown: request {one.id}: {one} and {other}"
-    return f"unknown: {len(by_name)} more requests" if by_name else ""
+            return f"request {one.id}: {one} and {other}"
+    return f"{len(by_name)} more requests" if by_name else ""
 
 
 def _plain(record: RequestRecord) -> RequestRecord:
     return record._replace(token_times=tuple(record.token_times))
-
-
-def _mean_e2e(heard: Heard) -> float:
-    ended = [record.finished - record.arrival for record in heard.requests if record.reason is FinishReason.LENGTH]
-    return sum(ended) / len(ended)
-
-
-def _reasons(heard: Heard) -> dict[str, int]:
-    return Counter(str(record.reason) for record in heard.requests)
 
 
 def loads(count: int, seed: int, whole: bool = False) -> list[Load]:
@@ -439,13 +409,13 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
         "steps": len(ours.steps),
         "requests": len(world.heard.requests),
         "full": any(step.preemptions for step in ours.steps),
+        "evicted": world.heard.evicted,
+        "shared": world.heard.shared,
         "preempted": sum(step.preemptions for step in world.heard.steps),
         "rejected": sum(record.reason is FinishReason.REJECTED for record in ours.requests),
         "relegated": world.relegated,
         "blocks_left": left,
-        "seconds": [world.heard.steps[-1].end, ours.steps[-1].end],
-        "e2e": [_mean_e2e(world.heard), _mean_e2e(ours)],
-        "reasons": [_reasons(world.heard), _reasons(ours)],
+        "reasons": Counter(str(record.reason) for record in ours.requests),
     }
 
 
