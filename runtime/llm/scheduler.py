@@ -200,8 +200,9 @@ class Scheduler:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
         decodes = self.decodes
-        self._grew, self._handed = False, 0
-        if not self.by_chunk:
+        if self.by_chunk:
+            self._grew, self._handed = False, 0
+        elif not decodes.grow():
             self._queue_again(self._grow())
         n = len(decodes.members)
         most = knobs.token_budget if budget is None else min(budget, knobs.token_budget)
