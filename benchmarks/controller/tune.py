@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.controller.tune --traces FOLDER`` writes ``benchmarks/data/controller_rivals.json``, from which the
 benchmark takes them; ``--rival aimd`` tunes one anew and leaves the others as they are. Each is tuned twice: with knobs alone,
-and with all layers. Successive halving: the published constants and ``--samples`` others serve six scenarios on seed 1; the best
-five all fourteen on seed 2; the best two of these all fourteen on seeds 3 to 5. Whoever has most goodput over those last two
-rounds wins, the published constants if nothing beats them, for they go all the way. Goodput is taken as a share of the
-oracle's, and scenarios count alike.
+and with all layers. Successive halving: the published constants and ``--samples`` others serve nine scenarios on seed 1; the
+best five all that ours was tuned on (M1 to M14, G1 to G8) on seed 2; the best two of these the same on seeds 3 to 5. Whoever has
+most goodput over those last two rounds wins, the published constants if nothing beats them, for they go all the way. Goodput is
+taken as a share of the oracle's, and scenarios count alike.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from benchmarks.controller.constants import FILE, RANGES, Constants
 from benchmarks.controller.contenders import RIVALS, Layer, driver_of
 from benchmarks.controller.known import TUNED, OracleStore, peaks
 from benchmarks.controller.run import Bench, Outcome, run
-from benchmarks.controller.scenarios import MATRIX, SCENARIOS
+from benchmarks.controller.scenarios import MATRIX, MEASURED, SCENARIOS
 from benchmarks.controller.work import Workers
 from runtime.errors import InputError
 
-FEW = ("M3", "M4", "M6", "M9", "M11", "M14")
-ALL = tuple(scenario.name for scenario in MATRIX)
+FEW = ("M3", "M4", "M6", "M9", "M11", "M14", "G2", "G3", "G5")
+TUNED_ON = (*MATRIX, *MEASURED)
+ALL = tuple(scenario.name for scenario in TUNED_ON)
 LAYERS: tuple[Layer, ...] = ("knobs", "full")
 SAMPLES = 12
 _DICE = 20_261_124
@@ -126,14 +127,14 @@ def tune(args: argparse.Namespace) -> None:
     """Tune what was requested, and write it beside what the file has of others."""
     begun = time.monotonic()
     cache = Cache(FOLDER / f"controller_{'traces' if args.traces else 'presets'}.json")
-    loads = list(dict.fromkeys(scenario.load(phase) for scenario in MATRIX for phase in scenario.phases))
+    loads = list(dict.fromkeys(scenario.load(phase) for scenario in TUNED_ON for phase in scenario.phases))
     bench = Bench(peaks(loads, cache, args.traces, args.jobs, say), args.traces)
     document = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     constants, reported = document.get("constants", {}), document.get("reported", {})
     seeds = sorted({seed for stage in ROUNDS for seed in stage.seeds})
     runs = 0
     with Workers(args.jobs, bench) as workers:
-        oracles = OracleStore(cache, workers, TUNED, say, reject=False, layers=False).of(MATRIX)
+        oracles = OracleStore(cache, workers, TUNED, say, reject=False, layers=False).of(TUNED_ON)
         best = {(name, seed): o.met for name, known in oracles.items() for seed, o in known.plain.by_seed.items()}
         search = Search(workers, best)
         for base in args.rival or RANGES:
@@ -148,6 +149,8 @@ def tune(args: argparse.Namespace) -> None:
                     "samples": args.samples,
                     "runs": found.runs,
                     "cpu_s": round(time.process_time() - cpu) if args.jobs == 1 else None,
+                    "seeds": seeds,
+                    "scenarios": " ".join(ALL),
                 }
                 said = ", ".join(f"{name} {value}" for name, value in found.constants.items()) or "as published"
                 say(
@@ -155,8 +158,6 @@ def tune(args: argparse.Namespace) -> None:
                 )
     document = {
         "command": "python -m benchmarks.controller.tune --traces FOLDER",
-        "seeds": seeds,
-        "scenarios": list(ALL),
         "reported": reported,
         "constants": constants,
     }
