@@ -116,7 +116,8 @@ class StepTimes:
 
     That is from the end of the step before to its own: the host's share between them (tokens are delivered, the next step is
     planned) is part of what a step costs, and of steps that overlap, each counts for what it adds. A step that found the engine
-    idle takes from its own start. So does one after a pause longer than itself and than a second: the process was stopped.
+    idle takes from its own start. So does one after a pause longer than itself and than 20 ms: records are missing, or the
+    process was stopped.
     """
 
     __slots__ = ("_end",)
@@ -133,7 +134,7 @@ class StepTimes:
         return (took + gap if counts else took) / record.steps
 
 
-_PAUSE_S: Final = 1.0
+_PAUSE_S: Final = 0.02
 _PREEMPTIONS = StepRecord._fields.index("preemptions")
 _AFTER_IDLE = StepRecord._fields.index("after_idle")
 assert StepRecord._fields[:5] == ("start", "end", "steps", "decodes", "decode_context")

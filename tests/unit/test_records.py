@@ -130,9 +130,10 @@ def timed(start: float, end: float, **more: object) -> StepRecord:
         (timed(0, 1, running=0), timed(1.25, 2), 0.75),  # idle between them
         (timed(0, 1, running=0, waiting=2), timed(1.25, 2), 1.0),
         (timed(0, 1, running=0, waiting=2, limited_by=LimitedBy.WAIT), timed(1.25, 2), 0.75),
-        (timed(0, 1), timed(1.75, 2), 1.0),  # the host took longer than the device
-        (timed(0, 1), timed(1.75, 2, after_idle=True), 0.25),  # what ran was cancelled
-        (timed(0, 1), timed(9, 10), 1.0),  # so long a pause is no host's
+        (timed(0, 1), timed(1 + 2**-7, 1 + 3 * 2**-8), 3 * 2**-8),  # the host took longer than the device
+        (timed(0, 1), timed(1 + 2**-7, 1 + 3 * 2**-8, after_idle=True), 2**-8),  # what ran was cancelled
+        (timed(0, 1), timed(1.75, 2), 0.25),  # so long a pause is no host's
+        (timed(0, 1), timed(9, 10), 1.0),
         (timed(0, 1), timed(0, 1), 1.0),  # a clock that was set back
     ],
 )

@@ -99,7 +99,7 @@ def test_who_began_before_and_has_not_said_what_it_measures_is_waited_for(
         other, calls = claim(shared, {}), []
         thread = threading.Thread(target=lambda: calls.append(study.measured("a", lambda: {"by": "mine"})))
         thread.start()
-        time.sleep(0.5)
+        wait_for(lambda: states(shared).count("RUNNING") == 2)
         other.set_user_attr("key", "a")
         wait_for(lambda: "PRUNED" in states(shared))
         assert calls == [], "it was first"
