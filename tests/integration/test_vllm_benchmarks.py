@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.vllm_environment import ENVIRONMENT, vllm_python_with_tests
+from tests.integration.vllm_environment import passes_in_vllm, vllm_python_with_tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,17 +28,7 @@ def run(module: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_vllm_that_is_let_go_plans_as_stock() -> None:
-    """In vLLM's engine, in its own process."""
-    command = [str(vllm_python_with_tests()), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
-    done = subprocess.run(
-        [*command, "tests/integration/vllm_let_go.py"],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-1000:]
+    passes_in_vllm("vllm_let_go")
 
 
 @pytest.mark.beside

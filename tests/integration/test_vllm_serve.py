@@ -36,6 +36,7 @@ from tests.integration.vllm_environment import (
     ENVIRONMENT,
     UNUSED,
     VERSION,
+    passes_in_vllm,
     tiny_model,
     vllm_python,
     vllm_python_with_tests,
@@ -76,17 +77,7 @@ def body(prompt: str | list[int], tokens: int, **more: Any) -> bytes:
 
 
 def test_the_scheduler_brings_its_controller() -> None:
-    """In vLLM's engine, in its own process."""
-    command = [str(vllm_python_with_tests()), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
-    done = subprocess.run(
-        [*command, "tests/integration/vllm_tunes.py"],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-1000:]
+    passes_in_vllm("vllm_tunes")
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,21 @@ def vllm_python_with_tests() -> Path:
     return python
 
 
+def passes_in_vllm(module: str) -> None:
+    """Run the tests of one module here by the Python with vLLM, in their own process. Raises ``AssertionError`` if one fails."""
+    root = Path(__file__).parents[2]
+    command = [str(vllm_python_with_tests()), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    done = subprocess.run(
+        [*command, f"tests/integration/{module}.py"],
+        cwd=root,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root), "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-1000:]
+
+
 def _build(folder: Path) -> None:
     new(folder)
     install(folder, str(CPU_BUILD))
