@@ -143,6 +143,8 @@ class SchedulerView(NamedTuple):
     those who get their first token from the step in flight are a pair of their own.
     ``in_flight``: where the coming step begins only when another one has ended, that one, and ``in_flight_since`` when it began;
     all the rest is as of its end but for ``now``, so what is left of it comes off slack (:meth:`after`).
+    ``prompt_slack``: seconds until the first TTFT or E2E target is missed of those whose prompts wait or are being computed (inf:
+    none has one; -inf: not known).
     """
 
     now: float
@@ -166,6 +168,7 @@ class SchedulerView(NamedTuple):
     relegated_tokens: int = 0
     in_flight: StepFeatures | None = None
     in_flight_since: float = 0.0
+    prompt_slack: float = -inf
 
     def after(self, seconds: float) -> Self:
         """As of the end of the step in flight, ``seconds`` from now.
@@ -181,6 +184,7 @@ class SchedulerView(NamedTuple):
             decode_slack=min([left for _, left in deadlines]) if deadlines else self.decode_slack,
             token_deadlines=deadlines,
             in_flight=None,
+            prompt_slack=self.prompt_slack - seconds,
         )
 
     @property

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 HELP = (
     "Show what a controller did and why, and where goodput was lost: the decisions as a timeline, then how often each knob "
     "changed, how long each regime lasted, and how many requests of each class were rejected, relegated or late. LOG is the file "
-    "given as autotune.control(engine, log=…) or autotune serve --decisions. The log of a simulation has times in seconds of "
-    "virtual time. Exit codes: 0 shown, 2 LOG cannot be read."
+    "given as autotune.control(engine, log=…) or as --decisions of autotune serve or simulate. The log of a simulation has times "
+    "in seconds of virtual time. Exit codes: 0 shown, 2 LOG cannot be read."
 )
 _HEAVIEST = 1e300
 EXAMPLES = "Examples:  autotune explain run.jsonl  ·  autotune explain run.jsonl --knob token_budget --json"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from typer import Argument, Option
@@ -222,6 +223,18 @@ def checked_knobs(given: Mapping[str, float]) -> dict[str, float]:
             except ValueError as error:
                 raise InputError(f"--{str(error).replace(spec.name, spec.name.replace('_', '-'), 1)}") from None
     return dict(given)
+
+
+def check_decision_log(decisions: Path) -> None:
+    """Raise one line if the log cannot be written: now, not when a model has been loaded."""
+    from autotune.control.decision_log import open_to_append
+
+    try:
+        file = open_to_append(decisions)
+    except InputError as error:
+        raise InputError(f"--decisions: {str(error).removeprefix('log: ')}") from None
+    if file is not None:
+        file.close()
 
 
 def need_server_extra(verb: str) -> None:

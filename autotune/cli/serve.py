@@ -17,6 +17,7 @@ from autotune.cli.options import (
     ProfiledKvCacheDtype,
     ProfiledSlo,
     Purpose,
+    check_decision_log,
     check_kv_cache_dtype,
     checked,
     checked_knobs,
@@ -217,7 +218,7 @@ def serve(
     if start_with is not None:
         _check_machine(start_with, device, anyway, controlled=target is not None and controlled is not False)
     if decisions is not None:
-        _check_log(decisions)
+        check_decision_log(decisions)
     from autotune.profile import find_profile
     from autotune.profile.fingerprint import measured_on_another
     from autotune.profile.serving import prefill_rate
@@ -389,15 +390,3 @@ def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> 
     knobs = start.with_(**checked_knobs(given))
     top = {spec.name: max(getattr(limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
     return knobs, KnobLimits(**top)
-
-
-def _check_log(decisions: Path) -> None:
-    """Raise one line if the log cannot be written: now, not when the model has been loaded."""
-    from autotune.control.decision_log import open_to_append
-
-    try:
-        file = open_to_append(decisions)
-    except InputError as error:
-        raise InputError(f"--decisions: {str(error).removeprefix('log: ')}") from None
-    if file is not None:
-        file.close()

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from autotune.cli import simulation_options as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import AsJsonOfARun, Price, ProfiledClasses, ProfiledSlo, check_rate, with_knobs
+from autotune.cli.options import (
+    AsJsonOfARun,
+    Price,
+    ProfiledClasses,
+    ProfiledSlo,
+    check_decision_log,
+    check_rate,
+    with_knobs,
+)
+from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
@@ -21,7 +31,8 @@ HELP = (
 )
 EXAMPLES = (
     "Examples:  autotune simulate mine.yaml --workload azure-code --rate 12  ·  "
-    "autotune simulate mine.yaml --token-budget 512 --scale compute=0.5,bandwidth=0.4 --price 2.50/h"
+    "autotune simulate mine.yaml --token-budget 512 --scale compute=0.5,bandwidth=0.4 --price 2.50/h  ·  "
+    "autotune simulate mine.yaml --token-budget 512 --seeds 1 --controller predictive --decisions run.jsonl"
 )
 
 
@@ -37,6 +48,13 @@ def simulate(
     ] = None,
     knobs: dict[str, float] | None = None,
     controller: shared.ControllerName = None,
+    decisions: Annotated[
+        Path | None,
+        Option(
+            help="File to append the controller's decisions to, for autotune explain: a run for each setting and seed, with "
+            "times in seconds of virtual time."
+        ),
+    ] = None,
     scale: shared.Scale = None,
     kv_tokens: shared.KvTokens = None,
     price: Price = None,
@@ -48,6 +66,8 @@ def simulate(
     """Simulate and print; 1 when nothing meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "simulate")
     check_rate("--rate", rate)
+    if decisions is not None and controller is None:
+        raise InputError(f"--decisions is {decisions}, but no controller is attached; it goes with --controller")
     requested = shared.SimulationOptions(
         profile, workload=workload, slo=slo, classes=classes, scale=scale, kv_tokens=kv_tokens, price=price,
         controller=controller, knobs=knobs or {}, requests=requests,
@@ -61,6 +81,8 @@ def simulate(
     from autotune.simulate.capacity import Search, best_so_far
     from runtime.slo import attained
 
+    if decisions is not None:
+        check_decision_log(decisions)
     console = make_console(stderr=as_json)
     offered, whose = requested.offered(rate)
     say(console, requested.head((offered, whose)))
@@ -80,7 +102,7 @@ def simulate(
                 runs = []
                 for one in taken:
                     score = scenario.measure(
-                        setting, offered, one, requests=requests, controller=controller, stop=stop.is_set
+                        setting, offered, one, requests=requests, controller=controller, log=decisions, stop=stop.is_set
                     )
                     runs.append(Run(stage="simulation", label=name, trial=-1, score=score))
                     done += 1
@@ -113,6 +135,9 @@ def simulate(
         say(console, offered_sentence(offered, points, alike=scenario.seedless(requests)), "dim")
         if beside is not None:
             say(console, beside)
+    if decisions is not None:
+        order = ", setting by setting and seed by seed," if total > 1 else ""
+        say(console, f"decisions{order} were appended to {decisions}: autotune explain {decisions} shows them", "dim")
     found = {"rate": offered, "settings": [point_data(p, requested.price) for p in points]} if as_json else None
     shared.conclude(console, requested, len(points), best, found, stopped=stopped)
     if stopped:

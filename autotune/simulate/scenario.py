@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 from autotune.control.attach import attach
@@ -198,9 +199,11 @@ class Scenario:
         *,
         requests: int,
         controller: str | None = None,
+        log: Path | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Score:
-        """``requests`` requests at a mean of ``rate`` under ``knobs``, or under ``controller``, which starts from them.
+        """``requests`` requests at a mean of ``rate`` under ``knobs``, or under ``controller``, which starts from them and whose
+        decisions are appended to ``log``.
 
         One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
         come faster or slower than ``rate`` (``Score.offered_rate``). Requests that are the same under every seed are those of
@@ -209,7 +212,9 @@ class Scenario:
         """
         warmup, window = self.window(rate, seed, requests)
         own = 0 if self.seedless(requests) else seed
-        return self.measure_over(knobs, rate, own, warmup, window, scatter=seed, controller=controller, stop=stop)
+        return self.measure_over(
+            knobs, rate, own, warmup, window, scatter=seed, controller=controller, log=log, stop=stop
+        )
 
     def measure_over(
         self,
@@ -221,6 +226,7 @@ class Scenario:
         *,
         scatter: int | None = None,
         controller: str | None = None,
+        log: Path | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Score:
         """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then.
@@ -228,7 +234,7 @@ class Scenario:
         ``scatter``: the seed of the step-time noise, if it is not that of the arrivals.
         """
         engine = self.start(self.limits.clamp(knobs), seed=seed if scatter is None else scatter)
-        with self._controlled(engine, controller) if controller else nullcontext() as attached:
+        with self._controlled(engine, controller, log) if controller else nullcontext() as attached:
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
                 vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop, classes=self.classes,
@@ -237,9 +243,9 @@ class Scenario:
             raise InputError(f"controller {controller} failed: {failure(attached.controller, error)}") from error
         return found.model_copy(update={"rate": rate})  # as it was requested, not as the scaled workload rounds it
 
-    def _controlled(self, engine: SimulatedEngine, controller: str) -> Control:
+    def _controlled(self, engine: SimulatedEngine, controller: str, log: Path | None) -> Control:
         try:
-            return attach(engine, slo=self.slo, controller=controller)
+            return attach(engine, slo=self.slo, controller=controller, log=log)
         except ValueError as error:
             raise InputError(str(error)) from error
 

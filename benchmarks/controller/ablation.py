@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.predictive import PredictiveController, constants
 from autotune.control.controllers.predictive.step_size import Chunks
 from autotune.control.controllers.predictive.trusted_model import SlowRegion
 from benchmarks.command import command, exit_code
@@ -153,6 +155,36 @@ def _no_trial(it: Any) -> None:
     it._worth_trying = _always(False)
 
 
+def _no_attainment_model(it: Any) -> None:
+    it._attains = _always(_always(math.nan))  # which is neither more nor less than anything
+
+
+@contextmanager
+def _changed(name: str, value: float) -> Iterator[None]:
+    """A constant of the controller at ``value``."""
+    before = getattr(constants, name)
+    setattr(constants, name, value)
+    try:
+        yield
+    finally:
+        setattr(constants, name, before)
+
+
+def _with_constant(name: str, value: float) -> Callable[[Any], None]:
+    """Decisions with a constant at ``value``. It must be one that is looked up in them."""
+
+    def take_out(it: Any) -> None:
+        decide = it.decide
+
+        def decided(*args: Any, **options: Any) -> Any:
+            with _changed(name, value):
+                return decide(*args, **options)
+
+        it.decide = decided
+
+    return take_out
+
+
 PARTS: Mapping[str, Callable[[Any], None]] = {
     "slow region": _no_region,
     "targets that no step meets": _all_feasible,
@@ -167,6 +199,11 @@ PARTS: Mapping[str, Callable[[Any], None]] = {
     "whole tiles": _no_tiles,
     "first steps": _no_first_steps,
     "no cut while the speed changes": _no_start,
+    "attainment model": _no_attainment_model,
+    "ceiling above step budgets": _with_constant("CEILING", math.inf),
+    "room below that ceiling": _with_constant("CEILING", 1.0),
+    "discount on long steps": _with_constant("LONG_BUDGETED", constants.LONG),
+    "good starts are kept": _with_constant("KEPT", math.inf),
 }
 """By name, what takes each out of a controller that has just been made."""
 
@@ -220,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenario", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; repeatable")
     parser.add_argument("--layer", action="append", choices=LAYERS, help="only this one; repeatable")
-    parser.add_argument("--seeds", default="2", help="3: seeds 1 to 3; 201-210; 4,7 (default: 2)")
+    parser.add_argument("--seeds", default="2", help="3: seeds 1 to 3; 201-210; 201-201; 4,7 (default: 2)")
     args = parser.parse_args(arguments)
     if wrong := [name for name in args.scenario or () if name not in SCENARIOS]:
         raise InputError(f"--scenario is {wrong[0]}; it must be one of {', '.join(SCENARIOS)}")

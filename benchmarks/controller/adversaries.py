@@ -35,7 +35,7 @@ from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.attached import at_work
-from benchmarks.command import at_least, command, exit_code
+from benchmarks.command import command, exit_code
 from benchmarks.controller.contenders import KnobsOnly
 from benchmarks.controller.hardware import Weather, h200
 from benchmarks.controller.run import BIN_S, Outcome
@@ -358,11 +358,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--adversary", action="append", choices=list(ADVERSARIES), help="only this one; may be given several times"
     )
     parser.add_argument(
-        "--seeds", type=at_least(1), help=f"seeds 1 to this one, for tuning (default: {REPORTED[0]} to {REPORTED[-1]})"
+        "--seeds",
+        help=f"4: seeds 1 to 4, for tuning; 201-201 for one seed; 4,7 (default: {REPORTED[0]} to {REPORTED[-1]})",
     )
     args = parser.parse_args(arguments)
+    from benchmarks.controller.__main__ import seeds_of  # which imports this
+
+    seeds = seeds_of(args.seeds) if args.seeds else REPORTED
     print(HEADER, flush=True)
-    seeds = range(1, args.seeds + 1) if args.seeds else REPORTED
     found = harm(seeds, args.adversary or list(ADVERSARIES), lambda text: print(text, flush=True))
     ratios = [w.ratio for w in found.values() if w is not None]
     print(json.dumps({"harm_min": round(min(ratios), 4)} if ratios else {}))

@@ -9,9 +9,10 @@ Qwen3 8B and Qwen3 0.6B in bfloat16, greedy, all sequences of a batch with the s
   beside its bytes, one after the other as in a CUDA graph. Both are fitted to published measurements of single kernels
   (:mod:`.chips`): NVIDIA's own products, and vLLM's attention in the place of ours.
 - *bound*: each call at the peaks themselves, 1.3 µs between two. With these calls no engine can be faster.
-- *launches*: kernels and copies of a step. A graph replays all of them but the copies with one launch, where the tree has
-  graphs; without, the host launches each (*eager*: launches × 5 µs of the driver alone, hidden while the device takes longer).
-- *host*: CPU time of a step on this machine, model and driver left out (:mod:`.host`).
+- *launches*: kernels and copies of a step that is not recorded, where the host launches each (*eager*: launches × 5 µs of the
+  driver alone, hidden while the device takes longer). Then the step is recorded and run as in service, on a device that notes
+  what it is given: how many recordings a step replays, what they hold, and what is launched beside them.
+- *host*: CPU time of a step that is replayed, and of one that is not, on this machine, model and driver left out (:mod:`.host`).
 
 Not counted: attention of ours that is slower than vLLM's, or tiles that fit a chip badly; what a kernel reads twice because the
 cache lost it; sampling other than greedy; clocks that fall under load; gaps between one step and the next where the host is late.
@@ -23,7 +24,6 @@ with 1,024 tokens of context.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections import Counter
@@ -61,11 +61,6 @@ class Projected(NamedTuple):
     @property
     def ratio(self) -> float:
         return self.expected_s / self.floor_s
-
-
-def has_graphs() -> bool:
-    """Whether this tree replays decode steps as CUDA graphs."""
-    return importlib.util.find_spec("runtime.torch_backend.cuda.graphs") is not None
 
 
 def projected(shape: Shape, calls: Sequence[Call], chip: Chip, batch: int, context: int) -> Projected:
@@ -205,19 +200,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\nNOT KNOWN what these kernels move, so all their tensors are counted once: {', '.join(sorted(unknown))}"
         )
     say("the host's share")
-    host = {batch: host_us(batch) for batch in ((64,) if args.quick else HOST_BATCHES)}
-    for batch, cost in host.items():
-        print(
-            f"\nhost, {batch} decodes: {cost:.0f} µs of CPU a step"
-            if batch == 1
-            else f"host, {batch} decodes: {cost:.0f} µs"
-        )
+    host_batches = (64,) if args.quick else HOST_BATCHES
+    host = {batch: host_us(batch) for batch in host_batches}
+    one_by_one = {batch: host_us(batch, recorded=False) for batch in host_batches}
+    print("\nhost, µs of CPU a step of so many decodes")
+    for words, cost in (("replayed", host), ("launched call by call", one_by_one)):
+        print(f"  {words:22}{''.join(f'{us:7.0f} ({batch})' for batch, us in cost.items())}")
     decoder, chip = Decoder(MODEL), by_name[CHIP]
     one, many = (
         projected(decoder.shape, decoder.calls(Step.decodes(*[CONTEXT] * b), chip.multiprocessors), chip, b, CONTEXT)
         for b in (1, 64)
     )
-    graphs = has_graphs()
     for batch, found in ((1, one), (64, many)):
         word = "met" if found.ratio <= AIM else "MISSED"
         print(
@@ -226,19 +219,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"aim of {HOST_AIM_US} µs for the host at batch 64: {'met' if host[64] <= HOST_AIM_US else 'MISSED'} ({host[64]:.0f})"
     )
-    if not graphs:
+    replayed = decoder.replayed(64, CONTEXT, chip.multiprocessors)
+    if replayed is None:
+        print(f"no step is recorded: the host launches {one.launches} calls a step, and a replay of one is not claimed")
+    else:
         print(
-            f"this tree has no CUDA graphs: the host launches {one.launches} calls a step, and a replay of one is not claimed"
+            f"a recorded step: {replayed.replays} replay of {len(replayed.inside)} calls; beside it "
+            f"{', '.join(call.name for call in replayed.beside)}; where rows enter a block, "
+            f"{', '.join(call.name for call in replayed.entering)}"
         )
     shape = {
         "projected_decode_vs_floor_b1": round(one.ratio, 3),
         "projected_decode_vs_floor_b64": round(many.ratio, 3),
-        "launches_per_step": 1 if graphs else one.launches,
+        "launches_per_step": one.launches if replayed is None else replayed.replays,
         "host_us_per_step": round(host[64]),
+        "host_us_per_step_one_by_one": round(one_by_one[64]),
         "bound_decode_vs_floor_b1": round(one.bound_s / one.floor_s, 3),
         "bound_decode_vs_floor_b64": round(many.bound_s / many.floor_s, 3),
         "calls_per_step": one.launches,
-        "graphs": graphs,
+        "calls_in_replay": 0 if replayed is None else len(replayed.inside),
+        "calls_beside_replay": one.launches if replayed is None else len(replayed.beside),
+        "graphs": replayed is not None,
     }
     print(json.dumps(shape))
     return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -30,6 +30,7 @@ from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.cuda import backend
 from runtime.torch_backend.cuda.attention_plan import WAVES, AttentionPlan
 from runtime.torch_backend.cuda.backend import CUDA, PagedAttention
+from runtime.torch_backend.cuda.graphs import DecodeGraphs
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.loading import LoadedModel, from_model
@@ -66,6 +67,37 @@ class Shape(NamedTuple):
     kv_bytes_per_token: int
     layers: int
     kv_heads: int
+
+
+class Replayed(NamedTuple):
+    """A decode step that is recorded, behind the first. ``inside``: what its recording holds; ``replays``: how many recordings
+    it replays; ``beside``: what is launched as well, where no row enters a block, and ``entering``, where all do."""
+
+    inside: list[Call]
+    replays: int
+    beside: list[Call]
+    entering: list[Call]
+
+
+class _Notes:
+    """A ``Capture`` that runs a step to see what it holds, and from then on notes by its size that it is replayed."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.inside: dict[int, list[Call]] = {}
+        self.replayed: list[int] = []
+        self._recorder = recorder
+
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
+        assert isinstance(call, functools.partial)
+        [size] = call.args
+        for _ in range(2):  # the first one allocates, as where CUDA warms up
+            self._recorder.calls.clear()
+            call()
+        self.inside[size] = list(self._recorder.calls)
+        return functools.partial(self.replayed.append, size)
+
+    def graphs(self, sizes: tuple[int, ...], step: Callable[[int], None], device: torch.device) -> DecodeGraphs:
+        return DecodeGraphs(sizes, step, self)
 
 
 class _Either(Operations):
@@ -127,14 +159,7 @@ class Decoder:
 
     def calls(self, step: Step, multiprocessors: int) -> list[Call]:
         """What a greedy ``step`` asks of a GPU with so many multiprocessors, once everything has been seen before."""
-        engine = self._executor
-        engine.pool = KVPool(step.blocks(BLOCK), BLOCK)
-        engine.device = GPU
-        engine.sampler = getattr(CUDA, "sampler", Sampler)(self._vocab, GPU, 0)
-        splits = -(-WAVES * multiprocessors // self.shape.kv_heads)  # as plan_sizes has it on a GPU
-        engine.attention = PagedAttention(engine.pool, GPU, splits=splits)
-        engine._rows.forget()
-        engine._rows.pad_block = engine.pool.pad_block
+        engine = self._placed(KVPool(step.blocks(BLOCK), BLOCK), multiprocessors)
         plan = step.plan(BLOCK)
         recorder = Recorder(step)
         # decode steps are recorded, with the launch that merges, whether or not this one has something to merge
@@ -148,6 +173,43 @@ class Decoder:
         if result.failed:
             raise result.failed[0][1]
         return recorder.calls
+
+    def replayed(self, batch: int, context: int, multiprocessors: int) -> Replayed | None:
+        """A greedy step of ``batch`` decodes with ``context`` tokens each, recorded as in service; None where this tree records
+        none."""
+        step = Step.decodes(*[context] * batch)
+        engine = self._placed(KVPool(step.blocks(BLOCK, 2 * BLOCK), BLOCK, scratch=True), multiprocessors)
+        plan, recorder = step.plan(BLOCK, 2 * BLOCK), Recorder(step)
+        notes, found = _Notes(recorder), list[list[Call]]()
+        recording = CUDA._replace(record=CUDA.record and notes.graphs)
+        try:
+            with _noted(recorder), recorder:
+                engine._resident = engine._record(recording, batch)
+                if engine._resident is None:
+                    return None
+                for at in range(BLOCK + 1):  # behind the first, which brings the rows there, one has them enter a block
+                    recorder.calls.clear()
+                    engine.launch(plan._replace(step=at))
+                    result = engine.collect()
+                    if result.failed:
+                        raise result.failed[0][1]
+                    found.append(list(recorder.calls))
+        finally:
+            engine._resident = None
+        entering = 1 + (-context) % BLOCK  # the step whose tokens are the first of a block
+        beside = found[entering + 1 if entering < BLOCK else 1]
+        return Replayed(notes.inside[notes.replayed[-1]], len(notes.replayed) // len(found), beside, found[entering])
+
+    def _placed(self, pool: KVPool, multiprocessors: int) -> TorchExecutor:
+        """The executor over ``pool``, on a GPU with so many multiprocessors."""
+        engine = self._executor
+        engine.pool, engine.device = pool, GPU
+        engine.sampler = getattr(CUDA, "sampler", Sampler)(self._vocab, GPU, 0)
+        splits = -(-WAVES * multiprocessors // self.shape.kv_heads)  # as plan_sizes has it on a GPU
+        engine.attention = PagedAttention(pool, GPU, splits=splits)
+        engine._rows.forget()
+        engine._rows.pad_block = pool.pad_block
+        return engine
 
 
 def _attention(pool: KVPool, loaded: Loaded) -> AttentionBackend:

@@ -216,7 +216,7 @@ class EngineCore:
             min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.settings.effective_limits,
             slack.step_time_target, in_progress, token_deadlines, waiting.relegated_tokens,
             None if behind is None else StepFeatures.of_plan(behind.plan),
-            0.0 if behind is None else max(behind.start, self._last_end),
+            0.0 if behind is None else max(behind.start, self._last_end), slack.pending(now),
         )  # fmt: skip
 
     def step(self, now: float, until: float = inf) -> StepOutcome:

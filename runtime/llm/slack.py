@@ -62,11 +62,12 @@ class SlackTracker:
     TTFT and E2E are due at fixed times; TPOT as above; an ITL target is due at the last step's end plus the target.
     """
 
-    __slots__ = ("_expected", "_fixed", "_gap", "_gaps", "_tpot", "following", "slos")
+    __slots__ = ("_expected", "_gap", "_gaps", "_pending", "_tpot", "_whole", "following", "slos")
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
         self.slos = dict(slos)
-        self._fixed = _Earliest()
+        self._pending = _Earliest()  # until the first token, or the next one of those that were preempted
+        self._whole = _Earliest()  # until the last one, of those that decode
         self._tpot: dict[float, _Earliest] = {}
         self._gaps: dict[float, int] = {}  # ITL target -> decodes that have it
         self._gap: dict[Sequence, float] = {}
@@ -84,7 +85,7 @@ class SlackTracker:
     def stop(self) -> None:
         """Forget all of them."""
         self.following = False
-        self._fixed = _Earliest()
+        self._pending, self._whole = _Earliest(), _Earliest()
         self._tpot, self._gaps, self._gap, self._expected = {}, {}, {}, {}
 
     def queued(self, sequence: Sequence) -> None:
@@ -104,19 +105,19 @@ class SlackTracker:
         if slo.e2e_ms is not None:
             due = min(due, sequence.request.arrival + slo.e2e_ms / 1e3)
         if due < inf:
-            self._fixed.add(due, sequence)
+            self._pending.add(due, sequence)
 
     def decoding(self, sequence: Sequence, expected: bool = False) -> None:
         """``sequence`` has begun to decode (``joined`` is set). ``expected``: it will have when the step in flight has ended,
         from when on its token deadlines count; :meth:`left` and this follow then."""
         if not self.following:
             return
-        self._fixed.drop(sequence)
+        self._pending.drop(sequence)
         slo = find_slo(self.slos, sequence.request.request_class)
         if slo is None or sequence.relegated is not None:
             return
         if slo.e2e_ms is not None:
-            self._fixed.add(sequence.request.arrival + slo.e2e_ms / 1e3, sequence)
+            self._whole.add(sequence.request.arrival + slo.e2e_ms / 1e3, sequence)
         if slo.tpot_ms is not None:
             target = slo.tpot_ms / 1e3
             if expected and sequence.generated == 1:
@@ -133,7 +134,8 @@ class SlackTracker:
         """``sequence`` has ended, or has been preempted (then :meth:`queued` follows)."""
         if not self.following:
             return
-        self._fixed.drop(sequence)
+        self._pending.drop(sequence)
+        self._whole.drop(sequence)
         self._expected.pop(sequence, None)
         for heap in self._tpot.values():
             heap.drop(sequence)
@@ -154,7 +156,11 @@ class SlackTracker:
 
     def fixed(self, now: float) -> float:
         """Seconds from ``now`` until the first TTFT or E2E target is missed; negative if one is, inf if there is none."""
-        return self._fixed.least() - now
+        return min(self._pending.least(), self._whole.least()) - now
+
+    def pending(self, now: float) -> float:
+        """The same of those alone whose prompts wait or are being computed."""
+        return self._pending.least() - now
 
     def token_deadlines(self, now: float, step: int, last_end: float) -> tuple[tuple[float, float], ...]:
         """(target, seconds until the first next token is due under it) for each TPOT and ITL target of those that decode, and

@@ -49,7 +49,10 @@ def check_config(config: Any, name: str) -> None:
     kind = config.model_type
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
-        raise UnsupportedModelError(f"model {name}: quantised weights (quantization_config) are not supported yet")
+        raise UnsupportedModelError(
+            f"model {name}: quantised weights (quantization_config) are not supported here; "
+            "vLLM takes them (--engine vllm)"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"model {kind}: encoder-decoder models are not supported; {SUPPORTED}")
     layers = getattr(text, "layer_types", None) or ()

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from runtime.errors import UnsupportedModelError
+from runtime.torch_backend import sdpa
 from runtime.torch_backend.cpu.linear import pack_linears
 
 NAME = "autotune_segments"
@@ -64,7 +65,7 @@ def segment_attention(
     for count, length in runs:
         rows = slice(at, at + count * length)
         q, k, v = (x[0, :, rows].reshape(heads, count, length, -1).transpose(0, 1) for x in (query, key, value))
-        attended = F.scaled_dot_product_attention(q, k, v, scale=scaling)  # [count, heads, length, dim]
+        attended = sdpa.attended(q, k, v, scale=scaling)  # [count, heads, length, dim]
         out[rows].view(count, length, heads, -1).copy_(attended.transpose(1, 2))
         at = rows.stop
     return out.unsqueeze(0), None

@@ -129,7 +129,7 @@ def load_model(
     """
     if tensor_parallel != 1:
         raise UnsupportedModelError(
-            f"tensor_parallel={tensor_parallel}: tensor parallelism is not supported yet, only 1"
+            f"tensor_parallel={tensor_parallel}: tensor parallelism is not supported here, only 1; vLLM has it (--engine vllm)"
         )
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.torch_backend import sdpa
 from runtime.torch_backend.attention import StepInputs, Terms
 from runtime.torch_backend.inputs import Ints, PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
@@ -178,7 +178,7 @@ def lone_step(tokens: int, device: torch.device, operations: Operations | None =
 def attend_grouped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Terms) -> Tensor:
     """``query [rows, kv_heads, group, dim]`` over ``keys``/``values [rows, kv_heads, context, dim]``."""
     if terms.plain:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=terms.scale)
+        return sdpa.attended(query, keys, values, attn_mask=mask, scale=terms.scale)
     scores = _scores(query, keys, terms).masked_fill_(~mask, float("-inf"))
     sinks = None if terms.sinks is None else terms.sinks.view(1, *query.shape[1:3], 1)
     return torch.matmul(softmax_weights(scores, sinks).to(values.dtype), values)
@@ -193,7 +193,7 @@ def attend_chunk(chunk: ChunkInputs, query: Tensor, keys: Tensor, values: Tensor
     if terms.plain:
         causal = chunk.start == 0 and window is None
         # KV heads as batch and their query heads as heads: the keys are repeated by a stride of zero, without a copy
-        out = F.scaled_dot_product_attention(
+        out = sdpa.attended(
             query.view(kv_heads, group, tokens, dim),
             keys.unsqueeze(1).expand(-1, group, -1, -1),
             values.unsqueeze(1).expand(-1, group, -1, -1),

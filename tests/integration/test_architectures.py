@@ -11,7 +11,7 @@ import re
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,9 +27,11 @@ from runtime.llm.prefix import block_hashes, token_hasher
 from runtime.llm.scheduler import Scheduler
 from runtime.records import FinishReason
 from runtime.request import Request, SamplingParams
-from runtime.torch_backend import loading
+from runtime.torch_backend import executor, loading
 from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.fused_layer import FusedLayer
 from runtime.torch_backend.loading import LoadedModel, from_model
+from runtime.torch_backend.norm import FusedRMSNorm
 from runtime.torch_backend.self_test import self_test
 from tests.integration.architectures import ARCHITECTURES, REFUSED, VOCABULARY, build
 from tests.tiers import SLOW
@@ -55,6 +57,25 @@ DRAFTED_HERE = ("llama", "gemma2", "deepseek_v3")
 """Those that are run with drafts in the default tier, too."""
 
 
+class Way(NamedTuple):
+    """How the engine runs: with what on, and what off."""
+
+    drafts: bool = False  # tokens are drafted now and then, and two in three of them are right
+    overlaps: bool = False  # the next step is launched before the last one is collected
+    fused: bool = True  # norms and layers, where they can be
+    prefixes: bool = True  # what prompts share is computed once
+
+
+USUAL = Way()
+WAYS = {
+    "overlap": Way(overlaps=True),
+    "overlap-drafts": Way(overlaps=True, drafts=True),
+    "unfused": Way(fused=False),
+    "no-prefix": Way(prefixes=False),
+}
+"""What runs beside the usual way, and drafts, in the slow tier."""
+
+
 class Expected(NamedTuple):
     """Prompts, what ``generate`` makes of them, and which must have ended before (a conversation's next turn), or −1."""
 
@@ -70,6 +91,8 @@ class Served(NamedTuple):
     knob_changes: int
     most_rows: int
     accepted: int  # drafted tokens
+    in_flight: int  # steps that were, when another was launched
+    fused: int  # layers and norms
 
 
 def generate(model: PreTrainedModel, prompt: list[int], tokens: int) -> tuple[list[int], float]:
@@ -143,21 +166,21 @@ def random_knobs(rng: random.Random) -> Knobs:
     )
 
 
-def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_BLOCKS, drafts: bool = False) -> Served:
-    """Run all requests through scheduler, core and executor; knobs change before about every other step. ``drafts``: tokens are
-    drafted now and then, and two in three of them are right."""
+def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_BLOCKS, way: Way = USUAL) -> Served:
+    """Run all requests through scheduler, core and executor; knobs change before about every other step."""
     rng = random.Random(seed)
-    drafter = Oracle({str(at): tokens for at, tokens in enumerate(expected.outputs)}) if drafts else None
+    drafter = Oracle({str(at): tokens for at, tokens in enumerate(expected.outputs)}) if way.drafts else None
+    hasher = token_hasher(BLOCK) if way.prefixes else None
     clock = VirtualClock()
     limits = KnobLimits(max_batch_size=8, token_budget=64, chunk_size=64)
-    scheduler = Scheduler(kv_blocks=pool, block_size=BLOCK, hasher=token_hasher(BLOCK), drafter=drafter)
-    executor = TorchExecutor(loaded, kv_blocks=pool, block_size=BLOCK, clock=clock)
+    scheduler = Scheduler(kv_blocks=pool, block_size=BLOCK, hasher=hasher, drafter=drafter)
+    executor = TorchExecutor(loaded, kv_blocks=pool, block_size=BLOCK, clock=clock, overlaps=way.overlaps)
     core = EngineCore(scheduler, executor, knobs=random_knobs(rng), limits=limits, output=OutputProcessor())
     outputs: list[list[int]] = [[] for _ in expected.prompts]
     waiting = list(range(len(expected.prompts)))
     done: set[int] = set()
     cached = [0] * len(outputs)
-    most_rows = changes = accepted = 0
+    most_rows = changes = accepted = in_flight = 0
     for _ in range(2000):
         ready = [at for at in waiting if expected.after[at] < 0 or expected.after[at] in done]
         if ready and (rng.random() < 0.9 or not core.has_work):
@@ -170,7 +193,7 @@ def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_B
                 SamplingParams(),
                 len(expected.outputs[at]),
                 clock.now(),
-                block_hashes=block_hashes(prompt, BLOCK),
+                block_hashes=block_hashes(prompt, BLOCK) if way.prefixes else (),
             )
             core.add(request)
         elif not waiting and not core.has_work:
@@ -178,11 +201,12 @@ def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_B
         if rng.random() < 0.5:
             before = core.settings.epoch
             knobs = random_knobs(rng)
-            if drafts:
+            if way.drafts:
                 knobs = knobs.with_(draft_tokens=rng.choice((0, 1, 3, 7)))
             changes += core.settings.set_knobs(knobs) > before
         outcome = core.step(clock.now())
         scheduler.check_integrity()
+        in_flight += bool(executor._launched)
         clock.advance(0.001)
         if outcome.record is not None:
             assert outcome.record.failed == 0, outcome.result
@@ -196,7 +220,8 @@ def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_B
             done.add(at)
     assert len(done) == len(expected.prompts), "the engine did not get through its requests"
     assert scheduler.kv.free == pool
-    return Served(outputs, scheduler.preemptions, cached, changes, most_rows, accepted)
+    fused = sum(isinstance(module, FusedLayer | FusedRMSNorm) for module in loaded.model.modules())
+    return Served(outputs, scheduler.preemptions, cached, changes, most_rows, accepted, in_flight, fused)
 
 
 def known_here(architecture: str) -> None:
@@ -204,29 +229,38 @@ def known_here(architecture: str) -> None:
         pytest.skip(f"transformers {transformers_version} has no {architecture}")
 
 
+def cases(name: str) -> list[Any]:
+    """Seed and way of the runs of ``name``."""
+    here = [1] * (name in HERE) + [DRAFTED] * (name in DRAFTED_HERE)
+    seeds = (*(SEEDS if name in EACH_KIND else SEEDS[:1]), DRAFTED)
+    usual = [(str(seed), seed, Way(drafts=seed == DRAFTED)) for seed in seeds]
+    others = [(called, DRAFTED if way.drafts else SEEDS[0], way) for called, way in WAYS.items()]
+    return [
+        pytest.param(name, seed, way, id=f"{name}-{called}", marks=() if called in map(str, here) else SLOW)
+        for called, seed, way in usual + others
+    ]
+
+
 @pytest.mark.parametrize(
-    ("architecture", "seed"),
-    [
-        pytest.param(
-            name,
-            seed,
-            marks=() if (name in HERE and seed == 1) or (name in DRAFTED_HERE and seed == DRAFTED) else SLOW,
-        )
-        for name in ARCHITECTURES
-        for seed in (*(SEEDS if name in EACH_KIND else SEEDS[:1]), DRAFTED)
-    ],
+    ("architecture", "seed", "way"),
+    [case for name in ARCHITECTURES for case in cases(name)],  # one after the other: one model is kept
 )
-def test_same_tokens_as_generate(architecture: str, seed: int) -> None:
+def test_same_tokens_as_generate(architecture: str, seed: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     known_here(architecture)
     loaded, expected = prepared(architecture)
-    drafts = seed == DRAFTED
-    served = serve(loaded, expected, seed, drafts=drafts)
+    if not way.fused:
+        for name in ("fuse_norms", "fuse_layers"):
+            monkeypatch.setattr(executor, name, lambda *given: 0)
+        loaded = from_model(build(architecture))
+    served = serve(loaded, expected, seed, way=way)
     assert served.outputs == expected.outputs
     assert served.preemptions >= 2
-    assert sum(served.cached_tokens) >= SHARED
+    assert (sum(served.cached_tokens) >= SHARED) if way.prefixes else not any(served.cached_tokens)
     assert served.knob_changes > 5
     assert served.most_rows > 2
-    assert (served.accepted > 10) if drafts else not served.accepted
+    assert (served.accepted > 10) if way.drafts else not served.accepted
+    assert (served.in_flight > 4) if way.overlaps else not served.in_flight  # never while drafts are verified
+    assert way.fused or not served.fused
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.parts import PARTS, tuned_vllm
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.vllm import PYTHON
 from benchmarks.gpu.wheels import LIST, wheels
 from runtime.torch_backend.executor import TorchExecutor
 from tests.integration.vllm_environment import vllm_python_with_tests
@@ -27,7 +28,7 @@ GRAPHS = "max_batch_size" in inspect.signature(TorchExecutor).parameters
 
 @pytest.mark.timeout(1300)
 def test_a_dry_run_does_all_of_it(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != tuned_vllm.PYTHON}
+    environment = {name: value for name, value in os.environ.items() if name != PYTHON}
     done = subprocess.run(
         [*COMMAND, "--out", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1250
     )
@@ -70,19 +71,21 @@ def test_a_dry_run_does_all_of_it(tmp_path: Path) -> None:
     assert answers["served"]["steady"]["failed"] == 0 and answers["served"]["all at once"]["tokens_per_s"] > 0
     for model in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b"):
         assert answers[f"profile-{model}"]["settings"] and (tmp_path / answers[f"profile-{model}"]["file"]).exists()
-    assert {turn["contender"] for turn in answers["controller"]["turns"]}
+    compared = {turn["contender"] for turn in answers["controller"]["turns"]}
+    assert len(compared) == 5 and answers["controller"]["workload"] == "azure-code:length=1/2"
     text = (tmp_path / "results.md").read_text()
     assert "A dry run on a CPU" in text and all(f"## {part.title}" in text for part in PARTS)
 
 
-@pytest.mark.timeout(600)
-def test_vllm_is_profiled_tuned_made_to_reject_and_let_go(tmp_path: Path) -> None:
-    environment = os.environ | {tuned_vllm.PYTHON: str(vllm_python_with_tests())}
-    words = [*COMMAND, "--part", "tuned-vllm", "--out", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570)
-    found = json.loads((tmp_path / "results.json").read_text())["tuned-vllm"]
-    assert done.returncode == 0 and found["state"] == "done", (found, done.stderr[-3000:])
-    answers = found["found"]
+@pytest.mark.timeout(900)
+def test_vllm_is_served_and_profiled_tuned_made_to_reject_and_let_go(tmp_path: Path) -> None:
+    environment = os.environ | {PYTHON: str(vllm_python_with_tests())}
+    words = [*COMMAND, "--part", "served-vllm", "--part", "tuned-vllm", "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=870)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert done.returncode == 0 and {one["state"] for one in found.values()} == {"done"}, (found, done.stderr[-3000:])
+    assert found["served-vllm"]["found"]["steady"]["failed"] == 0
+    answers = found["tuned-vllm"]["found"]
     assert answers["profile"]["engine"]["name"] == "vllm" and (tmp_path / answers["profile"]["file"]).exists()
     assert answers["rejection"]["status"] == 429 and "its target is 0.001 s" in answers["rejection"]["answer"]
     assert answers["all at once, after the kill"]["failed"] == 0 and answers["decisions"]["last"] == ["kill", "detach"]

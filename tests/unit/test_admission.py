@@ -93,6 +93,18 @@ def test_at_arrival_exactly_those_that_come_too_late_are_refused() -> None:
     assert [r.retry_after_s for r in refused] == pytest.approx([17 * 0.011 - 0.18] * 84)
 
 
+@pytest.mark.parametrize(("beside", "accepted"), [(1.0, 16), (0.2, 17)])
+def test_half_as_much_is_reserved_where_what_comes_late_took_the_time_of_lighter_ones(
+    beside: float, accepted: int
+) -> None:
+    """Within 180 or 190 ms of the target of 200, in steps of 11 ms."""
+    classes = [RequestClass("chat", "ttft=200ms"), RequestClass("batch", "ttft=200ms", beside)]
+    world = World(admission=AdmissionPolicy(late="reject"), source=100 / 11e-3, classes=classes)
+    assert reasons(world.play(crowd(100), "chat")) == {"length": accepted, "slo": 100 - accepted}
+    other = World(admission=AdmissionPolicy(late="reject"), source=100 / 11e-3, classes=classes)
+    assert reasons(other.play(crowd(100), "batch"))["length"] == 16
+
+
 def test_what_is_not_known_is_learned_from_the_queue() -> None:
     """Nobody says how fast prompts are: all are accepted, and ended when their turn comes too late for them."""
     world = World(admission=True)

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.controller import __main__ as command
 from benchmarks.controller import known, scenarios, work
 from benchmarks.controller.cache import (
+    FOLDER,
     Cache,
     from_entry,
     load_digest,
@@ -19,7 +20,7 @@ from benchmarks.controller.cache import (
     scenario_digest,
     to_entry,
 )
-from benchmarks.controller.contenders import STATIC
+from benchmarks.controller.contenders import STATIC, STATIC_FULL, STATIC_ORDER
 from benchmarks.controller.hardware import H200, H200_ADD
 from benchmarks.controller.known import (
     REPORTED,
@@ -35,7 +36,7 @@ from benchmarks.controller.loads import POISSON
 from benchmarks.controller.oracle import Best, OracleSearch
 from benchmarks.controller.peaks import PeakSearch
 from benchmarks.controller.run import Bench, Outcome
-from benchmarks.controller.scenarios import COLD, LOADS, SCENARIOS, Load, Phase, Scenario, one
+from benchmarks.controller.scenarios import COLD, LOADS, SCENARIOS, VARIANTS, Load, Phase, Scenario, one
 from benchmarks.controller.table import Comparison
 from benchmarks.controller.work import Task, Workers, by_slots, roomy
 from benchmarks.kept import Kept
@@ -274,6 +275,7 @@ class TestCommand:
             ["--seeds", "0"],
             ["--seeds", "9-3"],
             ["--seeds", "x"],
+            ["--seeds", "201"],
             ["--jobs", "0"],
             ["--traces", "nowhere"],
             ["--scenario", "M15"],
@@ -291,8 +293,32 @@ class TestCommand:
         assert command.seeds_of("3") == (1, 2, 3)
         assert command.seeds_of("101-103") == (101, 102, 103)
         assert command.seeds_of("4,9") == (4, 9)
+        assert command.seeds_of("201-201") == (201,)
+        assert command.seeds_of("50") == tuple(range(1, 51))
+        assert command.seeds_of("1-60") == tuple(range(1, 61)), "who names a range means it"
         with pytest.raises(InputError):
             command.seeds_of("-3")
+
+    def test_a_number_of_seeds_that_is_the_name_of_one_is_refused_with_how_to_name_it(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for text in ("51", "201", "9" * 18):
+            with pytest.raises(
+                InputError, match=f"at most 50; a range names others: {text}-{text} is seed {text} alone"
+            ):
+                command.seeds_of(text)
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit):
+            command.main(["--help"])
+        assert "201-201 for one seed" in " ".join(capsys.readouterr().out.split())
+
+    def test_what_the_page_says_takes_seconds_searches_for_nothing(self) -> None:
+        entries = json.loads((FOLDER / "controller_traces.json").read_text(encoding="utf-8"))
+        assert {f"M5 {contender} 1-10" for contender in (STATIC, STATIC_ORDER, STATIC_FULL)} <= entries.keys()
+        reported = {
+            (s.name, c) for s in SCENARIOS.values() if s not in VARIANTS for c in (STATIC, STATIC_ORDER, STATIC_FULL)
+        }
+        assert {f"{name} {contender} 201-210" for name, contender in reported} <= entries.keys()
 
     @pytest.mark.slow
     def test_from_the_peak_to_the_line_of_json(

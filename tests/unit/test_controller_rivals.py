@@ -15,12 +15,12 @@ from autotune.control.controllers.aimd import AimdController
 from autotune.control.controllers.bisection import BisectionController
 from autotune.control.controllers.gradient import GradientController
 from autotune.control.controllers.parts.tiles import whole_tiles
-from benchmarks.controller import constants, contenders, tune
+from benchmarks.controller import constants, contenders, known, tune
 from benchmarks.controller.constants import RANGES, constants_of
 from benchmarks.controller.contenders import CONTENDERS, POLICIES, RIVALS, driver_of
 from benchmarks.controller.rivals import Niyama, PPas
 from benchmarks.controller.run import FCFS, Bench, Outcome, run
-from benchmarks.controller.scenarios import COLD
+from benchmarks.controller.scenarios import COLD, MATRIX, MEASURED
 from benchmarks.controller.tune import Round, Search, Trial, candidates_of
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
@@ -206,6 +206,17 @@ class FakeWorkers:
 class TestTune:
     ROUNDS = (Round(("M1",), (1,), 4), Round(("M1", "M2"), (2,), 2), Round(("M1", "M2"), (3, 4), 1))
     BEST = {(name, seed): 100 for name in ("M1", "M2") for seed in (1, 2, 3, 4)}  # noqa: RUF012
+
+    def test_seeds_one_to_ten_and_the_scenarios_that_ours_was_tuned_on(self) -> None:
+        assert [stage.seeds for stage in tune.ROUNDS] == [(1,), (2,), (3, 4, 5, 6, 7, 8, 9, 10)]
+        names = tuple(scenario.name for scenario in (*MATRIX, *MEASURED))
+        assert [stage.scenarios for stage in tune.ROUNDS[1:]] == [names, names] and set(tune.FEW) <= set(names)
+        for base, layer in (("gradient", "knobs"), ("p-pas", "full")):
+            workers = FakeWorkers(lambda trial: 50)
+            best = {(name, seed): 100 for name in names for seed in known.TUNED}
+            Search(workers, best).of(base, layer, 4)  # type: ignore[arg-type]
+            assert {trial.seed for trial in workers.trials} == set(known.TUNED)
+            assert {trial.scenario for trial in workers.trials if trial.seed > 1} == set(names)
 
     def test_the_best_wins_and_those_published_go_all_the_way(self) -> None:
         workers = FakeWorkers(lambda trial: min(99, int(dict(trial.constants).get("more", 20))))  # type: ignore[call-overload]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +13,22 @@ pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Tri
 from triton.runtime.interpreter import GridExecutor
 
 from runtime.knobs import Knobs
+from runtime.llm.plan import StepPlan
 from runtime.torch_backend import executor as executor_module
 from runtime.torch_backend.backends import Backend
+from runtime.torch_backend.cuda import activation, attention, norm, rope, sampling
 from runtime.torch_backend.cuda import backend as backend_module
 from runtime.torch_backend.cuda.backend import CUDA, PagedAttention
 from runtime.torch_backend.cuda.language import INTERPRETED
+from runtime.torch_backend.cuda.sampler import KernelSampler
 from runtime.torch_backend.cuda.tiles import LinearTile
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.fused_layer import FusedLayer
 from runtime.torch_backend.self_test import self_test
 from tests.unit.executor_harness import prompts, reference, run, tiny
-from tests.unit.step_operations import Counted
+from tests.unit.step_operations import Counted, put_elsewhere
 from tests.unit.test_self_test import loaded_model
-from tests.unit.test_step_operations import decode_step, operations
+from tests.unit.test_step_operations import SAMPLED, decode_step, mixed_step, operations
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED.value, reason="these models lie on the CPU, where kernels must be interpreted"
@@ -109,6 +113,27 @@ def test_a_layer_is_nine_launches(model_type: str, monkeypatch: pytest.MonkeyPat
     assert {name: steps[0].count(name) for name in ("_rms_norm", "_rope_write", "_attend", "_merge", "_gated")} == {
         "_rms_norm": 3, "_rope_write": 1, "_attend": 1, "_merge": 0, "_gated": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("plan", [decode_step, mixed_step])
+def test_the_first_launch_of_a_size_waits_for_nothing(
+    plan: Callable[..., StepPlan], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold: work lists are made in it. The kernels themselves launch nothing here, as their tensors have no content."""
+    backend = FEW._replace(sampler=KernelSampler)
+    executor = TorchExecutor(tiny("qwen3", num_hidden_layers=1), kv_blocks=40, block_size=4, backend=backend)
+    put_elsewhere(executor)
+    launched: list[str] = []
+    for module in (activation, attention, norm, rope, sampling):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # which takes a driver
+    with Counted() as count:
+        executor.launch(plan(**params))
+    assert executor._launched[-1].cause is None, executor._launched[-1].cause
+    assert isinstance(executor.attention, PagedAttention) and executor.attention._kept
+    assert {"_rms_norm", "_rope_write", "_attend", "_gated"} < set(launched)
+    assert count.waits == []
 
 
 @pytest.mark.slow

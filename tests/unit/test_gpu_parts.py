@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Triton 3.6 or newer")
 
-from benchmarks.gpu.parts import kernels
-from benchmarks.gpu.parts.anatomy import cases, layer_parameters, weight_bytes
-from benchmarks.gpu.place import Place, read
+from benchmarks.gpu import verb
+from benchmarks.gpu.parts import PARTS, controller, fp8_kv, kernel_tests, kernels, recorded_prompts, switches
+from benchmarks.gpu.parts.anatomy import cases, fitting, layer_parameters, weight_bytes
+from benchmarks.gpu.place import LeftOutError, Place, read
+from benchmarks.gpu_projection.steps import Step
 from runtime.torch_backend.cuda.language import INTERPRETED
 from runtime.torch_backend.loading import from_model, load_model
 from runtime.torch_backend.presets import PRESETS, Preset, build_preset
@@ -105,3 +108,48 @@ def test_steps_are_those_that_are_asked_for() -> None:
     assert {f"decode {b} × {c}" for b in (1, 8, 64, 256) for c in (128, 1024, 8192)} < full.keys()
     assert len(full["decode 64, skewed"].context) == 64 and max(full["decode 64, skewed"].context) == 8192
     assert sum(full["64 decodes and 512 of a prompt"].new) == 64 + 512
+
+
+def test_steps_that_do_not_fit_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    """Each sequence may grow by 64 tokens: 20 take six blocks of 16."""
+    place = Place(tmp_path, tmp_path / "x.jsonl", dry=True)
+    steps = {"small": Step.decodes(20), "large": Step.decodes(20, 20, 20), "middle": Step.decodes(20, 20)}
+    assert fitting(place, steps, 13, "fp8, ") == ({"small": steps["small"], "middle": steps["middle"]}, 12)
+    assert read(place.file) == {"fp8, large": {"left_out": "its 60 tokens of context do not fit beside the weights"}}
+    with pytest.raises(LeftOutError, match=r"^no step fits the 5 KV blocks that there is memory for$"):
+        fitting(place, steps, 5)
+
+
+@pytest.mark.parametrize("part", ["fp8-kv", "switches", "recorded-prompts"])
+def test_a_part_without_memory_for_its_steps_is_left_out(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, tmp_path / "x.jsonl", dry=True)
+    monkeypatch.setattr(fp8_kv, "self_test", lambda loaded: None)
+    monkeypatch.setattr(fp8_kv, "pool_blocks", lambda *_: 1)
+    monkeypatch.setattr(recorded_prompts, "tokens_of", lambda *_, **__: [[1]] * 3)
+    for module in (switches, recorded_prompts):
+        monkeypatch.setattr(module, "default_kv_blocks", lambda *_: 1)
+    runs: dict[str, Callable[[], object]] = {
+        "fp8-kv": lambda: fp8_kv._tried(place, "nano", "auto"),
+        "switches": lambda: switches.run(place, "nano"),
+        "recorded-prompts": lambda: recorded_prompts.run(place, "nano"),
+    }
+    with pytest.raises(LeftOutError, match="no step fits the 1 KV blocks"):
+        runs[part]()
+
+
+def test_all_tests_that_take_a_gpu_are_run_on_it() -> None:
+    """But for the profile command, which parts of their own run."""
+    tests = Path(__file__).parents[1]
+    on_device = {f.stem for f in (tests / "unit").glob("test_kernel_*.py") if "import DEVICE" in f.read_text()}
+    assert on_device and on_device <= {f"test_kernel_{name}" for name in kernel_tests.FILES}
+    on_gpu = {f.stem for f in (tests / "gpu").glob("test_*.py")} - {"test_profile_command"}
+    assert on_gpu == {f"test_{name}" for name in kernel_tests.ON_GPU}
+
+
+def test_parts_have_the_time_that_they_take() -> None:
+    """A minute for each setting of an 8B model, whose kernels are compiled; and what is stopped may still say what it has."""
+    limits = {part.name: part.limit_s for part in PARTS}
+    assert limits["switches"] >= 60 * len(switches.SETTINGS)
+    assert limits["controller"] > controller._WITHIN_S + verb._PATIENCE_S

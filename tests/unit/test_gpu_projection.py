@@ -10,13 +10,16 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Triton 3.6 or newer")
 
+from benchmarks.gpu_projection import calls
 from benchmarks.gpu_projection.__main__ import main, projected
-from benchmarks.gpu_projection.calls import GPU, Call, Decoder, Shape
+from benchmarks.gpu_projection.calls import BLOCK, GPU, Call, Decoder, Shape
 from benchmarks.gpu_projection.chips import AMPERE, CHIPS, GRAPH_GAP_S, HOPPER, Slack, fastest_s, fitted, slowest_s
 from benchmarks.gpu_projection.host import host_us
 from benchmarks.gpu_projection.steps import Step
 from benchmarks.gpu_projection.work import Work, of_kernel, of_operation, touched
+from runtime.torch_backend.cuda.backend import CUDA
 from runtime.torch_backend.presets import PRESETS
+from runtime.torch_backend.resident import ResidentDecode
 from tests.unit.command_line import exit_code
 
 NANO = PRESETS["nano"].fields
@@ -138,8 +141,39 @@ def test_the_floor_of_an_8b_model_on_an_h100() -> None:
     assert projected(shape, [], chip, 64, 1024).fits and not projected(shape, [], chip, 256, 8192).fits
 
 
-def test_the_host_is_timed_with_all_sequences_decoding() -> None:
-    assert 1 < host_us(4, context=40, steps=3) < 1e6
+@pytest.mark.parametrize(("batch", "context"), [(1, 3 * BLOCK), (3, 40), (3, 2 * BLOCK + 1)])
+def test_a_recorded_step_is_one_replay_of_all_that_computes(nano: Decoder, batch: int, context: int) -> None:
+    found = nano.replayed(batch, context, 132)
+    assert found is not None and found.replays == 1
+    eager = Counter(call.name for call in nano.calls(Step.decodes(*[context] * batch), 132))
+    inside = Counter(call.name for call in found.inside)
+    kernels = ("mm", "_rms_norm", "_rope_write", "_attend", "_merge", "_gated")
+    assert {name: inside[name] for name in kernels} == {name: eager[name] for name in kernels}
+    assert inside["_sample"] == 1
+    assert [call.name for call in found.beside] == ["copy_", "clone", "cat", "_to_copy"]  # the work list; the tokens
+    assert [call.name for call in found.entering] == ["_to_copy", "index_copy_", *(c.name for c in found.beside)]
+
+
+def test_the_calls_of_a_step_are_counted_behind_a_recorded_one_as_before(nano: Decoder) -> None:
+    before = nano.calls(Step.decodes(40), 132)
+    nano.replayed(1, 40, 132)
+    assert nano.calls(Step.decodes(40), 132) == before
+
+
+def test_without_recordings_no_replay_is_claimed(nano: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "CUDA", CUDA._replace(record=None))
+    assert nano.replayed(1, 40, 132) is None
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_host_is_timed_with_all_sequences_decoding(recorded: bool) -> None:
+    assert 1 < host_us(4, context=40, steps=3, recorded=recorded) < 1e6
+
+
+def test_a_step_that_is_not_replayed_is_not_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ResidentDecode, "fits", lambda self, plan: False)
+    with pytest.raises(AssertionError):
+        host_us(4, context=40, steps=3)
 
 
 @pytest.mark.parametrize(
@@ -162,5 +196,6 @@ def test_the_command_ends_with_its_figures(capsys: pytest.CaptureFixture[str]) -
     assert "a layer is 10 launches" in out and "NOT KNOWN" not in out
     for batch in ("b1", "b64"):
         assert 1 < found[f"bound_decode_vs_floor_{batch}"] < found[f"projected_decode_vs_floor_{batch}"] < 2
-    assert found["launches_per_step"] == (1 if found["graphs"] else found["calls_per_step"])
-    assert 320 <= found["calls_per_step"] <= 380 and 10 < found["host_us_per_step"] < 20_000
+    assert found["graphs"] and found["launches_per_step"] == 1 and found["calls_beside_replay"] == 4
+    assert 320 <= found["calls_per_step"] <= 380 and 320 <= found["calls_in_replay"] <= 380
+    assert 10 < found["host_us_per_step"] < 20_000 and 10 < found["host_us_per_step_one_by_one"] < 20_000

@@ -17,9 +17,11 @@ import pytest
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.client import Answered, Request, load, send, summary
 from benchmarks.gpu.page import page
-from benchmarks.gpu.parts import PARTS, Part, tuned_vllm
+from benchmarks.gpu.parts import PARTS, Part, controller, served_vllm, tuned_vllm
 from benchmarks.gpu.place import LeftOutError, Place, read, write
 from benchmarks.gpu.running import Ended, ended, results, run_parts
+from benchmarks.gpu.verb import autotune
+from benchmarks.gpu.vllm import PYTHON
 from benchmarks.gpu.wheels import LIST, fetching, wheels
 from benchmarks.kept import code_digest
 from runtime.errors import InputError
@@ -204,14 +206,34 @@ def test_a_load_is_the_same_for_the_same_seed_and_has_its_rate() -> None:
         (True, sys.executable, "which has no vLLM"),
     ],
 )
+@pytest.mark.parametrize("part", [served_vllm, tuned_vllm], ids=["served", "tuned"])
 def test_a_part_that_needs_vllm_says_why_it_is_left_out(
-    dry: bool, named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: Any, dry: bool, named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("this Python has vLLM")
-    monkeypatch.setenv(tuned_vllm.PYTHON, named)
+    monkeypatch.setenv(PYTHON, named)
     with pytest.raises(LeftOutError, match=said):
-        tuned_vllm.run(Place(tmp_path, tmp_path / "x.jsonl", dry), "qwen3-0.6b")
+        part.run(Place(tmp_path, tmp_path / "x.jsonl", dry), "qwen3-0.6b")
+
+
+def test_a_dry_run_serves_the_smallest_model_by_the_vllm_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[Any]()
+
+    def serving(command: list[str], log: Path, **_: Any) -> Any:
+        given.extend(command)
+        return nullcontext("http://there")
+
+    monkeypatch.setattr(served_vllm, "vllm_python", lambda place: "python-with-vllm")
+    monkeypatch.setattr(served_vllm, "serving", serving)
+    monkeypatch.setattr(served_vllm, "offered", lambda place, url, rate: given.append((url, rate)))
+    served_vllm.run(Place(tmp_path, tmp_path / "x.jsonl", dry=True), "qwen3-0.6b")
+    folder = tmp_path / "vllm-nano"
+    assert given[0] == "python-with-vllm" and str(folder) in given and (folder / "config.json").exists()
+    assert given[given.index("--dtype") + 1] == "float32" and "--enforce-eager" in given
+    assert given[-1] == ("http://there", None)
 
 
 STARTED = "INFO self-tuning: SLO ttft=1s, max_batch_size=8; process 4711, control socket x.sock\n"
@@ -268,6 +290,39 @@ def test_of_a_flood_those_count_that_were_neither_answered_nor_refused(
     assert tuned_vllm._flood(place, url, "a", seed=2) == 1
     assert tuned_vllm._flood(place, url, "b", seed=2, refused=()) == 3
     assert read(place.file)["a"]["failed"] == 3 and read(place.file)["a"]["rejected"] == 2
+
+
+# -- verbs of the command ---------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_compares_controllers_under_the_same_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[str, ...]]()
+
+    def autotune(place: Place, *words: str, **_: Any) -> dict[str, Any]:
+        said.append(words)
+        return {}
+
+    monkeypatch.setattr(controller, "autotune", autotune)
+    for dry in (False, True):
+        controller.run(Place(tmp_path, tmp_path / "x.jsonl", dry), "llama-3.1-8b")
+    differ = [pair for pair in zip(*said, strict=True) if pair[0] != pair[1]]
+    assert differ == [("llama-3.1-8b", "nano"), ("--gpu", "--cpu"), ("12s", "1s"), ("4", "1")]
+    assert {"--workload", "--slo", "--rate", "--fixed", "--reject-late"} < set(said[1])
+
+
+@pytest.mark.parametrize(("told", "code"), [('{"status": "stopped"}', 130), ("", 130), ('{"status": "stopped"}', 3)])
+def test_a_verb_that_takes_too_long_is_stopped_and_what_it_says_then_is_kept(
+    told: str, code: int, tmp_path: Path
+) -> None:
+    verb = tmp_path / "python"
+    verb.write_text(f"#!/bin/sh\ntrap 'echo '\\''{told}'\\''; exit {code}' INT\nwhile :; do sleep 0.05; done\n")
+    verb.chmod(0o755)
+    place = Place(tmp_path, tmp_path / "x.jsonl", dry=True)
+    if told and code == 130:
+        assert autotune(place, "bench", python=str(verb), within_s=1.0) == {"status": "stopped"}
+    else:
+        with pytest.raises(RuntimeError, match=f"autotune bench ended with {code}: "):
+            autotune(place, "bench", python=str(verb), within_s=1.0)
 
 
 # -- wheels -----------------------------------------------------------------------------------------------------------

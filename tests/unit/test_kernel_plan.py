@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import MissingTritonError
 from runtime.torch_backend.cuda.attention_plan import END, GRAIN, AttentionPlan, plan_sizes, work_list
-from runtime.torch_backend.cuda.tiles import ARCHITECTURES, attention_tile, tuned_for
+from runtime.torch_backend.cuda.tiles import ARCHITECTURES, AttentionTile, attention_tile, shared_bytes, tuned_for
 
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, 200), st.integers(0, 9000)).map(lambda x: (x[0], x[0] + x[1])), min_size=1, max_size=12
@@ -87,6 +87,7 @@ def test_sizes_of_a_step() -> None:
 
 def test_an_update_replaces_the_step_before() -> None:
     plan = AttentionPlan(plan_sizes(3, 9, 2, 1, 8, splits=4))
+    assert (plan.items[:, 0] == -1).all() and (plan.merges[:, 0] == -1).all(), "before there is a step"
     plan.update([4, 0, 5], [4, 900, 2000])
     assert plan.starts.tolist() == [0, 4, 4, 9]
     assert (plan.merges[:, 0] >= 0).sum() == 1
@@ -130,9 +131,9 @@ def test_sizes_that_are_wrong_are_named() -> None:
     with pytest.raises(ValueError, match="splits is -1; it must be at least 0"):
         plan_sizes(1, 1, 1, 1, 8, splits=-1)
     with pytest.raises(ValueError, match="head size is 300"):
-        attention_tile(90, 300, 2, 16, 1)
+        attention_tile(90, 300, 2, 16, 1, False)
     with pytest.raises(ValueError, match="256 query heads, padded, share a KV head"):
-        attention_tile(90, 64, 2, 256, 1)
+        attention_tile(90, 64, 2, 256, 1, False)
 
 
 def test_every_chip_has_numbers() -> None:
@@ -140,8 +141,39 @@ def test_every_chip_has_numbers() -> None:
         assert tuned_for(architecture) in ARCHITECTURES
         for dim in (16, 64, 80, 128, 192, 256):
             for element_bytes in (2, 4):
-                for rows in (16, 32, 64, 128):
-                    assert attention_tile(architecture, dim, element_bytes, rows, 1).keys >= 16
+                for rows, fp8 in product((16, 32, 64, 128), (False, True)):
+                    assert attention_tile(architecture, dim, element_bytes, rows, 1, fp8).keys >= 16
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tuned", "kib"),
+    [
+        (80, 80, 163),
+        (86, 80, 99),
+        (87, 80, 163),
+        (89, 80, 99),
+        (90, 90, 227),
+        (103, 100, 227),
+        (120, 80, 99),
+        (121, 80, 99),
+    ],
+)
+def test_tiles_are_smaller_where_a_block_has_less_shared_memory(architecture: int, tuned: int, kib: int) -> None:
+    """How much each takes is compiled in the slow tier."""
+    assert tuned_for(architecture) == tuned and shared_bytes(architecture) == kib << 10
+    half, whole = (attention_tile(architecture, 256, element_bytes, 64, 64, False) for element_bytes in (2, 4))
+    assert half == attention_tile(tuned, 256, 2, 64, 64, False)
+    assert whole == AttentionTile(16, 16, 1 if kib < 100 else 2)
+    assert attention_tile(architecture, 128, 2, 64, 64, False).warps == (8 if kib < 100 else 4)
+
+
+def test_float32_over_a_pool_of_8_bits_has_a_tile_of_its_own() -> None:
+    """With loads in flight it spills."""
+    for architecture, dim, rows in product(ARCHITECTURES, (64, 128, 256), (16, 64)):
+        assert attention_tile(architecture, dim, 4, rows, 64, True).stages == 1
+        assert attention_tile(architecture, dim, 2, rows, 64, True) == attention_tile(
+            architecture, dim, 2, rows, 64, False
+        )
 
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

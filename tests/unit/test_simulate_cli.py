@@ -10,6 +10,7 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.decision_log import read_decisions
 from autotune.cost.price import per_million
 from autotune.profile import Profile, find_profile, load_profile, save_profile
 from autotune.workload.readers import read_azure
@@ -17,7 +18,7 @@ from autotune.workload.traces import TraceRow
 from benchmarks.controller.hardware import h200
 from runtime.knobs import KnobLimits, Knobs
 from tests.unit.jitter_cases import STALLS
-from tests.unit.simulate_command import QUICK, flat, told
+from tests.unit.simulate_command import QUICK, flat, refused, told
 from tests.unit.simulated_profile import EVEN, profiled
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +101,75 @@ def test_a_controller_starts_from_the_setting_and_betters_a_bad_one(
     assert turned["settings"][0]["attainment"] > fixed["settings"][0]["attainment"] + 0.1
     assert turned["settings"][0]["knobs"]["max_batch_size"] == 2  # where it began
     assert turned["controller"] == "predictive"
+
+
+SLOW_START = ("--workload", EVEN, "--rate", "25", "--max-batch-size", "2", "--token-budget", "64")
+CONTROLLED = ("--controller", "predictive", "--requests", "100")
+
+
+def test_decisions_of_a_simulation_are_explained_in_virtual_time(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = str(tmp_path / "run.jsonl")
+    command = ["simulate", path, *SLOW_START, *CONTROLLED, "--seeds", "1"]
+    run([*command, "--decisions", log])
+    assert flat(capsys.readouterr().out).endswith(
+        f"decisions were appended to {log}: autotune explain {log} shows them"
+    )
+    assert run(["explain", log]) == 0
+    first, *_ = lines = capsys.readouterr().out.splitlines()
+    assert first.split() == ["0.000", "s", "attach", "predictive", "controller,", "SLO", "ttft=500ms,tpot=30ms@99%"]
+    assert any(re.match(r" +\d+\.\d{3} s  max_batch +2 → \d+ +predicted", line) for line in lines)
+    assert any(line.startswith("changes   max_batch ") for line in lines) and not any("open" in line for line in lines)
+    run(["explain", log, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["decisions"][-1]["action"] == "detach" and all("wall" not in d for d in found["decisions"])
+    served = found["outcomes"]["default"]
+    run([*command, "--json"])
+    assert served["offered"] >= json.loads(capsys.readouterr().out)["settings"][0]["offered"] == 100
+
+
+def test_every_setting_and_seed_is_a_run_of_the_log_and_equal_seeds_decide_alike(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.jsonl"
+    command = [
+        "simulate",
+        path,
+        "--workload",
+        EVEN,
+        "--rate",
+        "5",
+        *CONTROLLED,
+        "--seeds",
+        "2",
+        "--decisions",
+        str(log),
+    ]
+    run([*command, "--json"])
+    captured = capsys.readouterr()
+    assert "decisions, setting by setting and seed by seed, were appended" in flat(captured.err)
+    settings = [s["knobs"] for s in json.loads(captured.out)["settings"]]
+    attached = [d for d in read_decisions(log) if d.action == "attach"]
+    assert [d.old["token_budget"] for d in attached] == [s["token_budget"] for s in settings for _ in range(2)]
+    assert all(d.at == 0 for d in attached)
+    once = log.read_text()
+    run(command)
+    assert log.read_text() == 2 * once, "appended to, and the same again"
+
+
+def test_decisions_are_of_a_controller_and_go_into_a_log_of_their_own(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.jsonl"
+    said = refused(capsys, ["simulate", path, "--decisions", str(log)])
+    assert said == f"--decisions is {log}, but no controller is attached; it goes with --controller"
+    assert not log.exists()
+    before = Path(path).read_text()
+    for other, why in ((path, "exists and is no decision log"), (str(tmp_path / "no" / "where"), "cannot be written")):
+        said = refused(capsys, ["simulate", path, *CONTROLLED, "--decisions", other])
+        assert said.startswith(f"--decisions: {other} {why}")
+    assert Path(path).read_text() == before
 
 
 @pytest.mark.parametrize("verb", ["simulate", "capacity"])

@@ -23,6 +23,7 @@ def told(slack: SlackTracker, world: World) -> tuple[object, ...]:
     token_deadlines = slack.token_deadlines(world.now, decodes.step, decodes.last_end or world.now)
     return (
         round(slack.fixed(world.now), 9),
+        round(slack.pending(world.now), 9),
         slack.step_time_target,
         sorted((target, round(left, 9)) for target, left in token_deadlines),
     )
@@ -47,6 +48,21 @@ def test_who_asks_late_is_told_what_who_asked_all_along_is_told() -> None:
         assert told(scheduler.followed(SlackTracker(SLOS)), world) == told(scheduler.slack, world)
         seen.add(repr(told(scheduler.slack, world)))
     assert scheduler.preemptions > 20 and len(seen) > 500, "there was too little to follow"
+
+
+def test_what_is_due_first_of_prompts_leaves_out_the_answers_of_those_that_decode() -> None:
+    world = World(kv_blocks=100)
+    slack = world.scheduler.slack
+    slack.slos.update(SLOS)
+    world.core.settings.policy = Whole()
+    world.add([1] * 4, 20, request_class="whole")
+    assert world.scheduler.followed(slack).pending(world.now) == pytest.approx(2.0)
+    world.step()
+    world.now += 1
+    assert slack.pending(world.now) == inf
+    assert slack.fixed(world.now) < 1
+    world.add([2] * 4, 3, request_class="first")
+    assert slack.pending(world.now) == pytest.approx(0.1)
 
 
 def test_a_gap_counts_from_the_latest_step_whether_or_not_others_decoded_in_it() -> None:

@@ -130,6 +130,25 @@ def test_a_step_spends_half_of_what_the_tightest_request_is_ahead(
     assert granted == pytest.approx(seconds, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ("prompt_slack", "nearly", "share"),
+    [
+        (0.4, 0.75, 1.0),  # a prompt that has no more time than the tightest TTFT,
+        (-math.inf, 0.75, 1.0),  # or it is not known
+        (5.0, 0.75, 0.6),
+        (math.inf, 0.75, 0.6),
+        (5.0, 0.99, 1.0),  # shorter steps compute fewer prompt tokens a second than that of longer ones
+    ],
+)
+def test_steps_of_prompts_that_all_have_long_are_short_so_that_who_comes_next_waits_less(
+    prompt_slack: float, nearly: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "NEARLY", nearly)
+    steps = made()
+    n = steps.budget(view(0.03, tokens=1000)._replace(prompt_slack=prompt_slack)) - 10
+    assert h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2)) == pytest.approx(share * 0.03, rel=0.06)
+
+
 @pytest.mark.parametrize("changes", [0.0, 2.0], ids=["steady", "the speed keeps changing"])
 def test_a_step_holds_whole_tiles_unless_the_speed_keeps_changing(changes: float) -> None:
     steps, exact = made(tile=256), made()

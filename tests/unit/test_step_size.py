@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.control.controllers.predictive.step_size import full_step
+from autotune.control.controllers.predictive.step_size import as_fast, full_step
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from runtime.records import LimitedBy, StepRecord
 from tests.building import request_record
@@ -20,6 +20,25 @@ def linear(n: int) -> float:
 def experts(n: int) -> float:
     """Any prompt makes a step read nearly all of the weights, which takes as long as a thousand tokens to compute."""
     return 1e-3 + max(15.6e-3 * (1 - 0.9375**n), 13.3e-6 * n)
+
+
+class TestAsFast:
+    def test_a_smaller_step_will_do_where_prompts_are_computed_as_fast(self) -> None:
+        """1,044 tokens compute 96% as many of prompts a second as 2,000."""
+        assert as_fast(linear, 20, 2_000) == 1_044
+
+    def test_and_the_largest_where_steps_have_much_of_their_own(self) -> None:
+        def seconds(n: int) -> float:
+            return 0.1 + 25e-6 * n
+
+        found = as_fast(seconds, 20, 8_000)
+        rates = [(n - 20) / seconds(n) for n in (found, 8_000)]
+        assert 5_000 < found < 8_000
+        assert rates[0] >= 0.95 * rates[1]
+
+    @pytest.mark.parametrize("most", [0, 10, 300, 1_044])
+    def test_small_steps_are_left_as_they_are(self, most: int) -> None:
+        assert as_fast(linear, 20, most) == most
 
 
 class TestFullStep:
@@ -52,6 +71,17 @@ class TestFullStep:
             now, steps = now + took, steps + 1
         assert owed < 2 * found
         assert now / steps <= pace
+
+    def test_where_decodes_alone_take_longer_than_the_target_no_size_is_looked_for(self) -> None:
+        asked = []
+
+        def seconds(n: int) -> float:
+            asked.append(n)
+            return 0.02 + 1e-6 * n
+
+        found, within = full_step(seconds, 100, 0.015, 5_000.0, TOP, 100)
+        assert found == within == 0
+        assert max(asked) <= 100
 
     def test_a_load_that_no_size_carries_leaves_the_step_time_target_in_force(self) -> None:
         found, within = full_step(experts, 6, 0.015, 90_000.0, TOP, 100)

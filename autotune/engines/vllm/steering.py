@@ -160,6 +160,7 @@ class Steering(SteeredRequests):
             self._offsets + self._advanced * decodes, self.free_blocks(), self.kv.total_blocks,
             inf if oldest is None else oldest.request.arrival, min(slack.fixed(now), decode_slack), decode_slack, knobs,
             epoch, self.settings.effective_limits, slack.step_time_target, in_progress, deadlines, waiting.relegated_tokens,
+            prompt_slack=slack.pending(now),
         )  # fmt: skip
 
     def free_blocks(self) -> int:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from benchmarks.gpu.parts.ceilings import copy_rate
-from benchmarks.gpu.place import Place, synchronized
+from benchmarks.gpu.place import LeftOutError, Place, synchronized
 from benchmarks.gpu_projection.steps import Step
 from runtime.errors import DeviceError
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.kv_pool import default_kv_blocks
 from runtime.torch_backend.loading import LoadedModel, load_model
 
-_BLOCK: Final = 16
-_HEADROOM: Final = 64  # tokens that a sequence may grow by: more than steps that are measured
+BLOCK: Final = 16
+HEADROOM: Final = 64  # tokens that a sequence may grow by: more than steps that are measured
 _DRIVER: Final = (
     "cudaLaunchKernel",
     "cuLaunchKernel",
@@ -55,16 +55,11 @@ def run(place: Place, model: str) -> None:
     place.keep("model", {"name": loaded.name, "bandwidth": rate, "matmul_flops": flops})
     known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, flops)
     chosen = cases(place.dry)
-    capacity = 64 if place.dry else default_kv_blocks(loaded, _BLOCK)
-    needed = {name: step.blocks(_BLOCK, _HEADROOM) for name, step in chosen.items()}
-    fit = [blocks for blocks in needed.values() if blocks <= capacity]
+    fit, blocks = fitting(place, chosen, 64 if place.dry else default_kv_blocks(loaded, BLOCK))
     recorded: dict[str, Any] = {"max_batch_size": 256, "token_budget": 4096}
-    executor = TorchExecutor(loaded, kv_blocks=max(fit), block_size=_BLOCK, **recorded)
+    executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=BLOCK, **recorded)
     failed = []
-    for name, step in chosen.items():
-        if needed[name] > capacity:
-            place.keep(name, {"left_out": f"its {sum(step.context)} tokens of context do not fit beside the weights"})
-            continue
+    for name, step in fit.items():
         try:
             found = measured(executor, known, step, 2 if place.dry else 20)
         except DeviceError:
@@ -73,10 +68,24 @@ def run(place: Place, model: str) -> None:
             failed.append(name)
             found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
             del executor  # and with it the pool, before there is another whose state is whole
-            executor = TorchExecutor(loaded, kv_blocks=max(fit), block_size=_BLOCK, **recorded)
+            executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=BLOCK, **recorded)
         place.keep(name, found)
     if failed:
         raise RuntimeError(f"{len(failed)} steps failed: {', '.join(failed)}")
+
+
+def fitting(place: Place, steps: Mapping[str, Step], capacity: int, kind: str = "") -> tuple[dict[str, Step], int]:
+    """Those of ``steps`` that ``capacity`` KV blocks hold, and how many blocks they take; of the others it is kept that they are
+    left out, under their names behind ``kind``. Raises :class:`LeftOutError` where none fits."""
+    needed = {name: step.blocks(BLOCK, HEADROOM) for name, step in steps.items()}
+    for name, step in steps.items():
+        if needed[name] > capacity:
+            said = f"its {sum(step.context)} tokens of context do not fit beside the weights"
+            place.keep(f"{kind}{name}", {"left_out": said})
+    found = {name: step for name, step in steps.items() if needed[name] <= capacity}
+    if not found:
+        raise LeftOutError(f"{kind}no step fits the {capacity} KV blocks that there is memory for")
+    return found, max(needed[name] for name in found)
 
 
 class Known(NamedTuple):
@@ -92,8 +101,8 @@ class Known(NamedTuple):
 
 def measured(executor: TorchExecutor, known: Known, step: Step, repeats: int) -> dict[str, Any]:
     """Milliseconds of launching and collecting ``step``, its memory floor, and what it asks of the driver."""
-    whole, device = step.plan(_BLOCK, _HEADROOM), executor.device
-    plans = (whole._replace(step=number) for number in range(_HEADROOM))  # as in service, each step a token further
+    whole, device = step.plan(BLOCK, HEADROOM), executor.device
+    plans = (whole._replace(step=number) for number in range(HEADROOM))  # as in service, each step a token further
     found: dict[str, Any] = {}
     begun = time.perf_counter()
     _whole(executor, next(plans))

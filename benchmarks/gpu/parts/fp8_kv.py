@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu.parts.anatomy import Known, layer_parameters, measured, weight_bytes
+from benchmarks.gpu.parts.anatomy import BLOCK, Known, fitting, layer_parameters, measured, weight_bytes
 from benchmarks.gpu.parts.ceilings import copy_rate
 from benchmarks.gpu.parts.graphs import ALIKE, tokens_of
 from benchmarks.gpu.parts.self_tests import ARCHITECTURES, tested
@@ -26,7 +26,7 @@ from runtime.torch_backend.loading import LoadedModel, from_model, load_model
 from runtime.torch_backend.pool_size import pool_blocks
 from runtime.torch_backend.self_test import self_test
 
-_BLOCK, _HEADROOM, _MOST = 16, 64, 64
+_MOST: Final = 64
 _STEPS: Final = {
     "decode 1 × 1024": Step.decodes(1024),
     "decode 8 × 8192": Step.decodes(*[8192] * 8),
@@ -66,17 +66,17 @@ def _tried(place: Place, model: str, kept: str) -> list[list[int]]:
     """The greedy texts of a model whose KV pool is kept so."""
     loaded = _loaded(place, model, kept)
     self_test(loaded)
-    blocks = pool_blocks(loaded, KnobLimits(max_batch_size=4, token_budget=64) if place.dry else KnobLimits(), _BLOCK)
+    blocks = pool_blocks(loaded, KnobLimits(max_batch_size=4, token_budget=64) if place.dry else KnobLimits(), BLOCK)
     place.keep(
         f"{kept}, pool",
-        {"kv_tokens": blocks * _BLOCK, "bytes_per_token": loaded.kv_bytes_per_token, "self_test": "passed"},
+        {"kv_tokens": blocks * BLOCK, "bytes_per_token": loaded.kv_bytes_per_token, "self_test": "passed"},
     )
     gc.collect()  # what sizing left behind
     rate = place.earlier("ceilings", "copy_bytes_per_s") or copy_rate(loaded.device, 4 << 20 if place.dry else 4 << 30)
     known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, None)
     steps = _DRY_STEPS if place.dry else _STEPS
-    needed = max(step.blocks(_BLOCK, _HEADROOM) for step in steps.values())
-    made = TorchExecutor(loaded, kv_blocks=needed, block_size=_BLOCK, max_batch_size=None if place.dry else _MOST)
+    steps, needed = fitting(place, steps, blocks, f"{kept}, ")
+    made = TorchExecutor(loaded, kv_blocks=needed, block_size=BLOCK, max_batch_size=None if place.dry else _MOST)
     for name, step in steps.items():
         one = measured(made, known, step, 1 if place.dry else 20)
         shown = ("ms", "overlapped_ms", "kernels_ms", "floor_ms", "over_floor")

@@ -12,7 +12,11 @@ from typing import Final
 from benchmarks.gpu.place import LeftOutError, Place
 
 _ROOT: Final = Path(__file__).parents[3]
-_FILES: Final = ("rope", "rows", "sampling", "plan", "attention", "linear", "launch")
+FILES: Final = ("rope", "rows", "sampling", "sampler", "plan", "attention", "linear", "launch")
+"""Of the kernels, by their names in ``tests/unit/test_kernel_*.py``. A dry run has the norms of one, to see that pytest starts:
+interpreted they all take minutes, and ``make test`` runs them."""
+ON_GPU: Final = ("models", "decode_graphs", "pool_size", "batched_module")
+"""Of ``tests/gpu``, without the one of the profile command, which parts of their own run."""
 _LIMIT_S: Final = 500
 
 
@@ -20,9 +24,9 @@ def run(place: Place, argument: str) -> None:
     for package in ("pytest", "hypothesis"):
         if importlib.util.find_spec(package) is None:
             raise LeftOutError(f"it needs {package}, which is not installed (benchmarks/gpu/wheels.txt)")
-    files = [f"tests/unit/test_kernel_{name}.py" for name in (("rows",) if place.dry else _FILES)]
+    files = [f"tests/unit/test_kernel_{name}.py" for name in (("rows",) if place.dry else FILES)]
     if not place.dry:
-        files += [f"tests/gpu/test_{name}.py" for name in ("models", "decode_graphs", "pool_size")]
+        files += [f"tests/gpu/test_{name}.py" for name in ON_GPU]
     settings = place.folder / "pytest.ini"
     settings.write_text(
         "[pytest]\nmarkers =\n  slow: long\n  unit: of one module\n  gpu: needs a GPU\n", encoding="utf-8"

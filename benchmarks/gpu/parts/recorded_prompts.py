@@ -8,17 +8,17 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.parts.anatomy import Known, layer_parameters, measured, weight_bytes
+from benchmarks.gpu.parts.anatomy import BLOCK, Known, fitting, layer_parameters, measured, weight_bytes
 from benchmarks.gpu.parts.ceilings import copy_rate
 from benchmarks.gpu.parts.graphs import ALIKE, tokens_of
 from benchmarks.gpu.place import LeftOutError, Place
 from benchmarks.gpu_projection.steps import Step
 from runtime.torch_backend.backends import backend_for
 from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.kv_pool import default_kv_blocks
 from runtime.torch_backend.loading import load_model
 from runtime.torch_backend.recorded_steps import prompt_ladder
 
-_BLOCK, _HEADROOM = 16, 64
 _MOST: Final = 2048
 _STEPS: Final = {
     "prompt of 32": Step((32,), (32,)),
@@ -44,11 +44,12 @@ def run(place: Place, model: str) -> None:
     rate = place.earlier("ceilings", "copy_bytes_per_s") or copy_rate(loaded.device, 4 << 20 if place.dry else 4 << 30)
     known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, None)
     steps = {"prompt of 32": Step((32,), (32,))} if place.dry else _STEPS
-    blocks = max(step.blocks(_BLOCK, _HEADROOM) for step in steps.values())
+    gc.collect()  # executors whose parts hold each other, with their pools
+    steps, blocks = fitting(place, steps, default_kv_blocks(loaded, BLOCK))
     whole = backend_for(loaded.device)._replace(prompt_ladder=lambda most, parameters: prompt_ladder(most, 1))
     for name, tokens in (("one by one", None), ("recorded", _MOST)):
         made: dict[str, Any] = {} if place.dry else {"max_batch_size": 1024, "token_budget": tokens, "backend": whole}
-        executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=_BLOCK, **made)
+        executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=BLOCK, **made)
         if made and tokens and not executor.graphs.prompts:
             raise LeftOutError("no step with prompts was recorded")
         found = {}

@@ -10,17 +10,16 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.parts.anatomy import Known, layer_parameters, measured, weight_bytes
+from benchmarks.gpu.parts.anatomy import BLOCK, Known, fitting, layer_parameters, measured, weight_bytes
 from benchmarks.gpu.parts.ceilings import copy_rate
 from benchmarks.gpu.place import Place
 from benchmarks.gpu_projection.steps import Step
 from runtime.torch_backend.cuda import backend, launch, tiles
 from runtime.torch_backend.cuda.tiles import LinearTile
 from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.kv_pool import default_kv_blocks
 from runtime.torch_backend.loading import load_model
 
-_BLOCK: Final = 16
-_HEADROOM: Final = 64
 _MOST: Final = 256
 _SHAPES: Final = ((1, 128), (8, 1024), (32, 128), (64, 128), (64, 1024), (256, 128))
 
@@ -53,11 +52,11 @@ def run(place: Place, model: str) -> None:
     known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, None)
     shapes = ((2, 20),) if place.dry else _SHAPES
     steps = {f"{batch} × {context}": Step.decodes(*[context] * batch) for batch, context in shapes}
-    blocks = max(step.blocks(_BLOCK, _HEADROOM) for step in steps.values())
+    steps, blocks = fitting(place, steps, default_kv_blocks(loaded, BLOCK))
     most = None if place.dry else _MOST
     for switches in SETTINGS[-2:-1] if place.dry else SETTINGS:
         with _switched(switches):
-            executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=_BLOCK, max_batch_size=most)
+            executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=BLOCK, max_batch_size=most)
             found = dict[str, float]()
             for name, step in steps.items():
                 one = measured(executor, known, step, 2 if place.dry else 20)

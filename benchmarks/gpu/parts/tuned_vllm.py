@@ -6,12 +6,9 @@ vLLM's CPU build, by the Python that ``AUTOTUNE_VLLM_PYTHON`` names.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -19,27 +16,22 @@ from typing import Any, Final
 
 from benchmarks.gpu.client import load, send, summary
 from benchmarks.gpu.parts.served import sizes
-from benchmarks.gpu.place import LeftOutError, Place
+from benchmarks.gpu.place import Place
 from benchmarks.gpu.server import free_port, serving
 from benchmarks.gpu.verb import autotune
+from benchmarks.gpu.vllm import vllm_python
 from benchmarks.vllm.model import model_folder
 
-PYTHON: Final = "AUTOTUNE_VLLM_PYTHON"
 HURRIED: Final = "hurried"
 """A class of requests that cannot be met: a millisecond until the first token."""
 _STARTED: Final = re.compile(r"self-tuning: .*; process (\d+), control socket")
 _REFUSED: Final = ("429", "503")
-_ON_A_CPU: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 def run(place: Place, model: str) -> None:
-    python = _python(place)
+    python = vllm_python(place)
     for name in [name for name in os.environ if name.startswith("AUTOTUNE_")]:  # a server would go by them
         del os.environ[name]
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1"} | (_ON_A_CPU if place.dry else {})
     folder, profile = place.folder / f"vllm-{place.model(model)}", place.folder / "tuned-vllm.yaml"
     if not folder.exists():
         model_folder(folder, place.model(model))
@@ -66,25 +58,6 @@ def run(place: Place, model: str) -> None:
     ]  # fmt: skip
     with serving(command, log, url=f"http://127.0.0.1:{port}", patience_s=300) as url:
         _served(place, python, url, str(folder), log, decisions)
-
-
-def _python(place: Place) -> str:
-    """That of vLLM: the one that runs this, or in a dry run the one that is named."""
-    if not place.dry:
-        if importlib.util.find_spec("vllm") is None:
-            raise LeftOutError("vLLM is not installed")
-        return sys.executable
-    named = os.environ.get(PYTHON, "")
-    if not named:
-        raise LeftOutError(f"a dry run starts vLLM only by a Python with its CPU build, named in {PYTHON}")
-    looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        lacking = subprocess.run([named, "-c", looks]).returncode
-    except OSError as error:
-        raise LeftOutError(f"{PYTHON} is {named}: {error.strerror}") from None
-    if lacking:
-        raise LeftOutError(f"{PYTHON} is {named}, which has no vLLM")
-    return named
 
 
 def _served(place: Place, python: str, url: str, model: str, log: Path, decisions: Path) -> None:

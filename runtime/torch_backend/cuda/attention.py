@@ -283,7 +283,8 @@ def attend(
     _, kv_heads, value_dim = values.shape
     sizes = plan.sizes
     architecture = architecture_of(query.device)
-    tile = attention_tile(architecture, max(dim, value_dim), query.element_size(), sizes.rows, sizes.sequences)
+    size, fp8 = max(dim, value_dim), key_scale is not None
+    tile = attention_tile(architecture, size, query.element_size(), sizes.rows, sizes.sequences, fp8)
     partial, lse = plan.unused, plan.unused  # of the dtype that they have else: one binary for both
     if plan.merging:
         shape = (sizes.partials, sizes.tile, heads)

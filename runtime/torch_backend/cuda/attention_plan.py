@@ -106,7 +106,7 @@ class AttentionPlan:
 
     ``starts [sequences + 1]``: where each sequence's new tokens begin in the packed batch; ``lengths [sequences]``: its
     context, new tokens included; ``items [items, 5]`` and ``merges [splits, 4]``: see ``ITEM`` and ``MERGE``. All int32. The
-    tensors stay where they are, so that a captured graph reads each step's list.
+    tensors stay where they are, so that a captured graph reads each step's list. Until the first update nothing is to be done.
 
     ``merging``: whether a context is in parts; of a ``recorded`` plan, whether one may ever be, since the launch that merges
     is recorded or not.
@@ -119,7 +119,8 @@ class AttentionPlan:
         self.device = torch.device(device)
         counts = (sizes.items * ITEM, sizes.splits * MERGE, sizes.sequences + 1, sizes.sequences)
         padded = [-(-count // 4) * 4 for count in counts]  # parts begin at 16 bytes: Triton compiles others apart
-        self._buffer = torch.zeros(sum(padded), dtype=torch.int32, device=self.device)
+        # nothing to do yet; filled where it is: a copy from a host buffer waits or, if not, may read what the first update writes
+        self._buffer = torch.full((sum(padded),), -1, dtype=torch.int32, device=self.device)
         items, merges, self.starts, self.lengths = (
             part[:count] for part, count in zip(self._buffer.split(padded), counts, strict=True)
         )
@@ -133,10 +134,7 @@ class AttentionPlan:
         for _ in range(2):
             host = torch.zeros(sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda")
             arrays = [part[:count].numpy() for part, count in zip(host.split(padded), counts, strict=True)]
-            arrays[0].reshape(-1, ITEM)[:, 0] = -1
-            arrays[1].reshape(-1, MERGE)[:, 0] = -1
             self._hosts.append((host, arrays))
-        self._buffer.copy_(host)
 
     def update(self, query_lengths: ArrayLike, lengths: ArrayLike) -> None:
         """Plan a step: new tokens and context (new tokens included) of each sequence, in the order of the packed batch.

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-ARCHITECTURES = (80, 90, 100)
-"""Compute capabilities the kernels are compiled for in tests; others use the numbers of the next lower one."""
+ARCHITECTURES = (80, 89, 90, 100, 120)
+"""Compute capabilities the kernels are compiled for in tests."""
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Most shared memory of one block (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Most shared memory of one block (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"); others have as
+much as the next lower one."""
 
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 """Of A100, H100 and B200: for how many programs to cut work when the device at hand is not asked."""
@@ -47,7 +48,7 @@ FEW_ROWS = 16
 MANY_ROWS = 64
 """Rows where prompts run."""
 
-# (largest padded head size, bytes of an element) -> by compute capability: keys, warps and stages with few rows and with many
+# (largest padded head size, bytes of an element) -> by a key of _TUNED: keys, warps and stages with few rows and with many
 _ATTENTION: dict[tuple[int, int], dict[int, tuple[tuple[int, int, int], tuple[int, int, int]]]] = {
     (64, 2): {80: ((64, 4, 3), (64, 4, 3)), 90: ((64, 2, 3), (128, 4, 3)), 100: ((64, 4, 4), (64, 4, 3))},
     (128, 2): {80: ((64, 4, 3), (64, 4, 2)), 90: ((64, 4, 2), (64, 4, 2)), 100: ((64, 4, 3), (64, 4, 3))},
@@ -58,6 +59,20 @@ _ATTENTION: dict[tuple[int, int], dict[int, tuple[tuple[int, int, int], tuple[in
     (256, 4): dict.fromkeys((80, 90, 100), ((16, 4, 2), (16, 16, 2))),
 }
 
+_TUNED = {80: 80, 86: 80, 89: 80, 90: 90, 100: 100, 120: 80}
+"""Whose numbers a compute capability takes; others take those of the next lower one. sm_120 multiplies as sm_80 does, and has no
+more shared memory a block than sm_86."""
+
+_SMALL: dict[tuple[int, int, bool], AttentionTile] = {
+    (256, 4, True): AttentionTile(16, 16, 1),  # does not fit
+    (128, 2, True): AttentionTile(64, 8, 2),  # spills on sm_120
+}
+"""In place of those of sm_80 where a block has less shared memory, by padded head size, bytes of an element and whether there are
+many rows."""
+
+_CONVERTED = AttentionTile(16, 16, 1)
+"""For float32 over a pool of 8 bits, on any chip: with loads in flight or fewer warps, what is converted spills."""
+
 
 FEW_SEQUENCES = 16
 """So many decodes leave most of the chip free, and each program may take more keys at a time."""
@@ -65,9 +80,11 @@ FEW_SEQUENCES = 16
 _FEW_SEQUENCES: dict[tuple[int, int, int], AttentionTile] = {(90, 128, 2): AttentionTile(128, 4, 2)}
 
 
-def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: int, sequences: int) -> AttentionTile:
+def attention_tile(
+    architecture: int, head_dim: int, element_bytes: int, rows: int, sequences: int, fp8: bool
+) -> AttentionTile:
     """The tile for heads of ``head_dim`` (the larger of key and value) whose products take ``element_bytes``, ``rows`` of
-    queries, and at most so many ``sequences``.
+    queries, and at most so many ``sequences``. ``fp8``: over a pool of 8 bits.
 
     Raises ``ValueError`` for heads above 256 or more than 128 rows.
     """
@@ -76,6 +93,11 @@ def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: i
     if rows > 128:
         raise ValueError(f"{rows} query heads, padded, share a KV head; the attention kernel takes 1 to 128")
     size = next(limit for limit in (64, 128, 256) if head_dim <= limit)
+    if fp8 and element_bytes == 4:
+        return _CONVERTED
+    small = _SMALL.get((size, element_bytes, rows > FEW_ROWS))
+    if small is not None and shared_bytes(architecture) < SHARED_BYTES[80]:
+        return small
     known = tuned_for(architecture)
     if (
         rows <= FEW_ROWS
@@ -116,7 +138,12 @@ def linear_tile(architecture: int, rows: int, inputs: int, outputs: int, gated: 
 
 def tuned_for(architecture: int) -> int:
     """The compute capability whose numbers serve ``architecture`` (major · 10 + minor)."""
-    return max((known for known in ARCHITECTURES if known <= architecture), default=ARCHITECTURES[0])
+    return _TUNED[max((known for known in _TUNED if known <= architecture), default=ARCHITECTURES[0])]
+
+
+def shared_bytes(architecture: int) -> int:
+    """Most shared memory of one block on ``architecture``."""
+    return SHARED_BYTES[max((known for known in SHARED_BYTES if known <= architecture), default=ARCHITECTURES[0])]
 
 
 def row_warps(block: int) -> int:

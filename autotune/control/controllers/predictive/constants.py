@@ -66,6 +66,16 @@ UNRELIABLE = 0.3  # mean relative error of predictions that say nothing of the r
 
 SCATTER = 0.01  # half of how much the TPOT of requests scatters about the target of their steps, relative
 
+# Chosen on benchmarks.classes, A100 and H200, seeds 1 to 6.
+
+SHORT = 0.6  # of the step-time target: a step whose prompts all have longer than the tightest TTFT
+NEARLY = 0.75  # of the prompt tokens a second of whole steps, which such short ones must compute
+
+# Chosen on G1, G5 and G7 with seeds 1 to 5, looked at on M1 to M10 and the other measured GPUs.
+
+AS_FAST = 0.95  # of the prompt tokens a second of the largest step within the target: enough for knobs alone
+WORTHWHILE = 1024  # prompt tokens: smaller steps are not cut for that
+
 # Not tuned: windows, and bounds on what is said without proof.
 
 FIRST = 256  # prompt tokens of the first step beside decodes, before anything is known of such steps

@@ -55,7 +55,7 @@ from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
-from autotune.control.controllers.predictive.step_size import Chunks, full_step
+from autotune.control.controllers.predictive.step_size import Chunks, as_fast, full_step
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.protocol import Proposal
@@ -380,10 +380,14 @@ class PredictiveController:
         requests = self._traffic.requests(self._usual.per_second)
         attains = None if requests is None else self._attains(decodes, target * self._learned.bias, requests)
         long = constants.LONG_BUDGETED if self._budgeted else constants.LONG
-        size, self._full = full_step(
-            lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full, attains, long
-        )
+
+        def seconds(tokens: int) -> float:
+            return self._step_of(decodes, tokens)
+
+        size, self._full = full_step(seconds, decodes, target, demand, top, self._full, attains, long)
         self._beyond = size > self._full
+        if not (self._beyond or self._budgeted):
+            size = as_fast(seconds, decodes, size)
         self._steps.prefill_quantum = size - decodes if self._beyond and gap == math.inf else 0
         return max(size, decodes + 16)
 

@@ -8,6 +8,9 @@ what it needs in reserve; a gap is a single step.) Where an E2E target asks for 
 being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
 down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
 
+Where all prompts have longer than the tightest TTFT, as those of batch beside chat, a is at most 0.6·τ, if such steps compute
+nearly as many prompt tokens a second: who comes next may have no more time than that, and waits for the step in flight.
+
 Where steps overlap, slack is as of the end of the step in flight, as predicted.
 
 Before the model knows what prompts cost, the first ones beside decodes go in steps of :class:`FirstSteps`.
@@ -122,6 +125,8 @@ class StepBudget:
             if slack < target and self._queue_suffers(view, allowed):
                 allowed = target
         allowed = min(allowed, longest)
+        if view.prompt_slack > self._targets.first:
+            allowed = self._short(view, target, allowed)
         if allowed == math.inf:
             return top
         prefill = self._most_prefill(view, allowed)
@@ -129,6 +134,15 @@ class StepBudget:
             return top
         tokens = decodes + max(0, int(prefill))
         return min(top, tokens if learned.unsteady > 1 else whole_tiles(tokens, decodes, self.tile))
+
+    def _short(self, view: SchedulerView, target: float, allowed: float) -> float:
+        """Seconds of a step whose prompts all have longer than the tightest TTFT; ``allowed`` where short steps compute far fewer
+        prompt tokens a second."""
+        short = constants.SHORT * target
+        if short >= allowed or allowed == math.inf:
+            return allowed
+        pays = self._most_prefill(view, short) / short >= constants.NEARLY * self._most_prefill(view, allowed) / allowed
+        return short if pays else allowed
 
     def _feasible(self, view: SchedulerView) -> SchedulerView:
         """Without the targets, and the slack, of decodes that no step is short enough for."""

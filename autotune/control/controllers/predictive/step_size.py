@@ -3,7 +3,8 @@
 Formula. With t(n) the predicted time of a step of n tokens, D of them decodes, τ the target and N the demand in prompt tokens a
 second:
 
-- the largest n with t(n) ≤ τ: however busy the engine is, nobody's mean step is longer;
+- the largest n with t(n) ≤ τ: however busy the engine is, nobody's mean step is longer. Where knobs alone hold, the smallest
+  that computes prompts nearly as fast (:func:`as_fast`): who comes next waits for the step in flight;
 - unless steps of that size cannot compute N, which happens where any prompt at all makes a step long (experts that all have to
   be read), and where the machine is overloaded. There, prompts may come together in few large steps. A share
   f = N·t(n)/(n − D) of the time goes into those, decodes alone have the rest, and a token's mean gap is
@@ -44,9 +45,9 @@ def full_step(
     """
     within = largest(lambda n: seconds(n) <= target, top, guess)
     carried = _rate(seconds, decodes, within)
-    if demand <= 0 or carried >= demand:
-        return within, within
     alone = seconds(decodes) if decodes else 0.0
+    if demand <= 0 or carried >= demand or alone > target:
+        return within, within
     best, least = within, math.inf
     size = float(max(within, decodes + 32))
     while (n := int(size)) <= top:
@@ -60,6 +61,15 @@ def full_step(
     if best > within and attains is not None and attains(best) <= attains(within):
         best = within
     return best, within
+
+
+def as_fast(seconds: Callable[[int], float], decodes: int, most: int) -> int:
+    """The smallest step, of ``WORTHWHILE`` prompt tokens at least, that computes prompts nearly as fast as one of ``most``."""
+    size = float(decodes + constants.WORTHWHILE)
+    enough = constants.AS_FAST * _rate(seconds, decodes, most)
+    while size < most and _rate(seconds, decodes, int(size)) < enough:
+        size *= constants.GROWTH
+    return min(most, int(size))
 
 
 def _rate(seconds: Callable[[int], float], decodes: int, n: int) -> float:
