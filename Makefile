@@ -37,7 +37,7 @@ help:
 	@echo "make bench-sweep       how good a setting the profiler finds, and in what share of a grid's time, on simulated machines"
 	@echo "make bench-controller  controllers against fixed settings, each other and the best in hindsight, in simulation"
 	@echo "make bench-controller-live  the live engine with control, with defaults and at fixed settings"
-	@echo "make bench-classes     interactive and batch requests on one engine, in virtual time"
+	@echo "make bench-classes     interactive and batch requests on one engine, in virtual time (ARGS=--live: on the engine)"
 	@echo "make bench-orderings   every ordering at, below and past capacity, in virtual time (ARGS=--live: on the engine)"
 	@echo "make bench-when-tuning-pays  what each part gains over vLLM's defaults on eight GPUs, in virtual time (docs/when-tuning-pays.md)"
 	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits (ARGS=\"CONV.csv CODE.csv\")"

@@ -18,12 +18,13 @@ from autotune.report.section import Section
 from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STACK, STATIC, Layer
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.run import Outcome
-from benchmarks.controller.scenarios import MATRIX, MEASURED, SCENARIOS, UNSEEN
+from benchmarks.controller.scenarios import FROZEN, MATRIX, MEASURED, SCENARIOS, UNSEEN
 
 HINDSIGHT = "best static"
 EVERYTHING = "all in time"
 """Whoever serves every request in time: no ratio can be higher where all ran the same seeds."""
 LATER = "invented later; U2 and U3 were in sight when constants of ours were chosen, U1 was not"
+AFTERWARDS = "invented when all of them stood"
 _DRAWN_RIVALS = 4
 
 Found = Mapping[tuple[str, str], Mapping[int, Outcome]]
@@ -55,6 +56,7 @@ class Attribution:
         self.matrix = [scenario.name for scenario in MATRIX if scenario.name in self.scenarios]
         self.unseen = [scenario.name for scenario in UNSEEN if scenario.name in self.scenarios]
         self.measured = [scenario.name for scenario in MEASURED if scenario.name in self.scenarios]
+        self.frozen = [scenario.name for scenario in FROZEN if scenario.name in self.scenarios]
         self.shifting = [name for name in self.matrix if SCENARIOS[name].shifts]
 
     def ratio(self, scenario: str, base: str, layer: Layer) -> float:
@@ -122,6 +124,10 @@ class Attribution:
             "all_in_time_vs_best_static_with_admission_shift": self.mean(self.shifting, EVERYTHING, "full"),
             "gpu_truth_full_mean": self.mean(self.measured, OURS, "full"),
             "gpu_truth_full_min": least_of(self.ratio(name, OURS, "full") for name in self.measured),
+            "frozen_full_vs_best_static_with_admission_mean": self.mean(self.frozen, OURS, "full"),
+            "frozen_full_vs_best_static_with_admission_min": least_of(
+                self.ratio(name, OURS, "full") for name in self.frozen
+            ),
             "unseen_full_vs_best_static_with_admission_mean": self.mean(self.unseen, OURS, "full"),
             "unseen_full_vs_best_static_with_admission_min": least_of(
                 self.ratio(name, OURS, "full") for name in self.unseen
@@ -134,6 +140,8 @@ class Attribution:
                 figures[f"{key}_mean"], figures[f"{key}_min"] = rival.mean, rival.least
             if (rival := self.rival(layer, self.measured)) is not None:
                 figures[f"gpu_truth_{key}_mean"] = rival.mean
+            if (rival := self.rival(layer, self.frozen)) is not None:
+                figures[f"frozen_{key}_mean"] = rival.mean
         return figures
 
     def tables(self) -> str:
@@ -150,6 +158,7 @@ class Attribution:
             "those that shift": self.shifting,
             LATER: self.unseen,
             "on measured GPUs": self.measured,
+            AFTERWARDS: self.frozen,
         }
         for title, names in groups.items():
             if not names:

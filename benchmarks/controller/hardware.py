@@ -120,6 +120,14 @@ L4 = Hardware("L4", "8B on L4", lambda: roofline(parts.LLAMA_8B_L4), 40_000)
 MOE = Hardware(
     "MoE", "30B mixture of experts on H200", lambda: roofline(parts.MOE_30B_H200, experts=(3e9, 8 / 128)), 600_000
 )
+B200 = Hardware(
+    "B200", "8B in fp8 on B200, memory and compute overlap",
+    lambda: roofline(Roofline(3.0e15, 6.8e12, 8e9, 16e9, 65536, 4 * 32 * 32 * 128, 0.6e-3)), 2_000_000,
+)  # fmt: skip
+DENSE = Hardware(
+    "32B", "32B on H200, memory and compute overlap",
+    lambda: roofline(Roofline(643e12, 3.84e12, 65e9, 65e9, 262144, 4 * 64 * 64 * 128, 1.2e-3)), 220_000,
+)  # fmt: skip
 TENSOR = Hardware(
     "70Bx4", "70B on four H100, all-reduces that change protocol", lambda: parts.TensorParallel(parts.LLAMA_70B_4H100),
     400_000,

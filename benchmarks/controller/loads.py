@@ -104,6 +104,8 @@ DRAWN: dict[str, LengthModel] = {
     "reason": Independent(Lognormal.of_mean_cv(646, 1.0), Lognormal.of_mean_cv(1613, 0.8)),
     "brief": Independent(Lognormal.of_mean_cv(220, 1.2), Lognormal.of_mean_cv(60, 0.7)),
     "digest": Independent(Lognormal.of_mean_cv(3500, 0.6), Lognormal.of_mean_cv(180, 0.5)),
+    "agent": Independent(Lognormal.of_mean_cv(2600, 0.9), Lognormal.of_mean_cv(90, 1.2)),
+    "story": Independent(Lognormal.of_mean_cv(120, 0.8), Lognormal.of_mean_cv(900, 0.6)),
 }
 
 

@@ -1,5 +1,5 @@
-"""What controllers are compared on: the matrix M1 to M14, three that were invented later, noise and gap variants, and eight on
-step times of real GPUs.
+"""What controllers are compared on: the matrix M1 to M14, three that were invented later, noise and gap variants, eight on
+step times of real GPUs, and four that were invented when the controller stood.
 
 A scenario is a machine and phases of traffic. A phase's load is relative to the peak goodput of its requests on that machine (see
 :mod:`benchmarks.controller.peaks`), so that 1.0 is as much as fixed settings can serve at all.
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from benchmarks.controller.hardware import (
     A100,
+    B200,
+    DENSE,
     H200,
     H200_ADD,
     L4,
@@ -178,6 +180,20 @@ MEASURED = (
 chosen with them in sight, the constants of the predictive controller say; none was on G7."""
 
 
+FROZEN = (
+    Scenario("F1", "H200 moon, TTFT 10 s, TPOT 100 ms, 0.7, 1.0", H200, _steps(120, one("moon", "mlperf*5,1"), 0.7, 1.0)),
+    Scenario("F2", "A100 story and agent inter by turns 0.9", A100,
+             tuple(Phase(45, one(lengths, "inter"), 0.9) for lengths in ("story", "agent") * 2)),
+    Scenario("F3", "32B story inter + half agent (TTFT 10 s) in bursts 0.7, 1.1", DENSE,
+             _steps(90, (Part("story", "inter*1,2", 0.5), Part("agent", "mlperf*5,1", 0.5, "agent")), 0.7, 1.1),
+             Pattern("gamma", 2.0)),
+    Scenario("F4", "B200 agent strict 0.9, 1.4 × slower in the middle, times that vary by 5%", B200,
+             _slowed(60, one("agent", "strict"), 0.9, 1.4), noise=0.05),
+)  # fmt: skip
+"""Invented on 29 November 2026, when the predictive controller and the tuned constants of its rivals stood (`803622df`): long
+prompts, lengths that alternate, two classes in bursts, a fast GPU that slows down. Nothing was or is to be tuned on them."""
+
+
 def _variant(base: str, suffix: str, about: str, noise: float = 0.0, stalls: float = 0.0) -> Scenario:
     found = next(scenario for scenario in MATRIX if scenario.name == base)
     return replace(found, name=f"{base}{suffix}", about=f"{base} with {about}", noise=noise, stalls=stalls, like=base)
@@ -199,6 +215,6 @@ VARIANTS = (
     _gaps("M5"),
 )
 
-SCENARIOS = {scenario.name: scenario for scenario in (*MATRIX, *UNSEEN, *VARIANTS, *MEASURED)}
+SCENARIOS = {scenario.name: scenario for scenario in (*MATRIX, *UNSEEN, *VARIANTS, *MEASURED, *FROZEN)}
 LOADS = list(dict.fromkeys(scenario.load(phase) for scenario in SCENARIOS.values() for phase in scenario.phases))
 HARDWARE = {scenario.hardware.name: scenario.hardware for scenario in SCENARIOS.values()}

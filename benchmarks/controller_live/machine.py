@@ -14,7 +14,7 @@ import os
 import random
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from autotune.profile import ModelFacts
@@ -35,7 +35,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.engine import Engine as LiveEngine
 from runtime.llm.plan import Executor
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepModel
 
 KV_TOKENS = 131_072
@@ -58,8 +58,16 @@ class _Slower:
         self._weather.slow = 1.0
 
 
-def simulated(cost: StepModel, facts: ModelFacts, slowdown: float, seed: int = 0) -> Machine:
-    """The machine of which ``cost`` knows the step times, in virtual time."""
+def simulated(
+    cost: StepModel,
+    facts: ModelFacts,
+    slowdown: float,
+    seed: int = 0,
+    *,
+    classes: Sequence[RequestClass] = (),
+    admission: AdmissionPolicy | bool = PATIENCE,
+) -> Machine:
+    """The machine of which ``cost`` knows the step times, in virtual time; ``classes`` and ``admission`` as of :func:`live`."""
     weather = Weather(cost)
     engine = SimulatedEngine(
         weather,
@@ -68,7 +76,8 @@ def simulated(cost: StepModel, facts: ModelFacts, slowdown: float, seed: int = 0
         prefix_cache=False,
         noise=NOISE,
         seed=seed,
-        admission=PATIENCE,
+        classes=classes,
+        admission=admission,
     )
     return Machine(engine, facts, engine.clock, _Slower(weather, slowdown))
 
@@ -119,8 +128,15 @@ class SharedCore:
 
 
 @contextmanager
-def live(*, wall_clock: bool = False, undisturbed: bool = False) -> Iterator[Machine]:
-    """``tiny`` in bfloat16 on one CPU thread: who sends the requests needs a core too.
+def live(
+    *,
+    wall_clock: bool = False,
+    undisturbed: bool = False,
+    classes: Sequence[RequestClass] = (),
+    admission: AdmissionPolicy | bool = PATIENCE,
+) -> Iterator[Machine]:
+    """``tiny`` in bfloat16 on one CPU thread: who sends the requests needs a core too. ``classes`` and ``admission`` are the
+    engine's own.
 
     ``wall_clock``: leave the machine's drift in. ``undisturbed``: leave out the time for which the kernel kept the engine's
     thread waiting, for machines that do much other work.
@@ -157,8 +173,9 @@ def live(*, wall_clock: bool = False, undisturbed: bool = False) -> Iterator[Mac
 
         known = set(threading.enumerate())
         engine = LiveEngine(
-            loaded, limits=KnobLimits(), kv_tokens=KV_TOKENS, executor=executor, clock=clock, admission=PATIENCE
-        )
+            loaded, limits=KnobLimits(), kv_tokens=KV_TOKENS, executor=executor, clock=clock, classes=classes,
+            admission=admission,
+        )  # fmt: skip
         try:
             thread = next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine "))
             if isinstance(base, UndisturbedClock):

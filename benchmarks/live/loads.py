@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autotune.cost.model import CostModel
-from autotune.profile import ModelFacts
 from autotune.profiling.calibrate import Alone, draw_setup
 from autotune.profiling.setup import LOAD, Setup, typical_step
 from autotune.workload import Arrival, Workload, parse_workload
@@ -90,21 +89,22 @@ def slo_for(cost: CostModel, context: float) -> SLO:
 
 def steady(name: str, spec: str, machine: Machine, cost: CostModel, load: float = LOAD) -> Case:
     """Requests of ``spec`` at ``load`` of what the engine completes when it is kept full."""
-    parsed = parse_workload(spec)
-    setup = _setup(machine, machine.facts, parsed, cost, _alone(cost))
+    setup = setup_of(spec, machine, cost)
     slo = slo_for(cost, setup.mean_prompt + setup.mean_output / 2)
     full = setup.calibration.saturated_rate
     said = (
         f"{load * full:.1f} requests/s, {load:.0%} of {full:.1f}; lengths × {setup.length_scale:g}: on average "
         f"{setup.mean_prompt:.0f} in, {setup.mean_output:.0f} out"
     )
-    return Case(name, setup.apply(parsed).at_rate(load * full), slo, said)
+    return Case(name, setup.apply(parse_workload(spec)).at_rate(load * full), slo, said)
 
 
-def _setup(machine: Machine, facts: ModelFacts, workload: Workload, cost: CostModel, alone: Alone) -> Setup:
+def setup_of(spec: str, machine: Machine, cost: CostModel) -> Setup:
+    """The lengths at which ``machine`` serves requests of ``spec``, and how many when it is kept full."""
     return draw_setup(
-        machine.engine, facts, workload, cost, alone, seed=_SEED, slo=None, rate=None, window_s=1.0, warmup_s=0.0
-    )
+        machine.engine, machine.facts, parse_workload(spec), cost, _alone(cost), seed=_SEED, slo=None, rate=None,
+        window_s=1.0, warmup_s=0.0,
+    )  # fmt: skip
 
 
 def _alone(cost: CostModel, prompt: int = 128) -> Alone:

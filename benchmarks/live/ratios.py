@@ -55,6 +55,22 @@ def ratio(results: Sequence[Result], one: Contender, other: Contender, duration:
     return Ratio(float(value), draws)
 
 
+def ratio_of_sums(above: Sequence[float], below: Sequence[float], seed: int) -> Estimate:
+    """The sum of ``above`` over that of ``below``, of which each round has one; rounds are drawn with replacement.
+
+    A single round has no interval, and none no value.
+    """
+    if not above:
+        return Estimate(math.nan, math.nan, math.nan)
+    value = math.fsum(above) / math.fsum(below)
+    if len(above) < 2:
+        return Estimate(value, math.nan, math.nan)
+    drawn = np.random.default_rng(seed).integers(0, len(above), size=(DRAWS, len(above)))
+    draws = np.array(above)[drawn].sum(axis=1) / np.array(below)[drawn].sum(axis=1)
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return Estimate(value, float(low), float(high))
+
+
 def geometric_mean(ratios: Sequence[Ratio]) -> Estimate:
     """Of those that are known; NaN of none."""
     known = [r for r in ratios if len(r.draws) and not math.isnan(r.value)]

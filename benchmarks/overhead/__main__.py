@@ -8,7 +8,8 @@
 4. CPU time of the controller in a step of 64 decodes: it learns the step and the requests that ended, gives the next one its
    budget, and decides. ``controller_us_per_step`` is all of it, deciding after every step; of that,
    ``budget_and_decision_us_per_step`` is what learning leaves. ``attached_us_per_step`` is everything that ``autotune.control``
-   adds to a step, at the interval it decides at in service. And whether it grows or slows.
+   adds to a step, at the interval it decides at in service. ``budget_and_decision_us_by_decodes`` is the second of these where
+   more sequences decode, deciding after every step and every 0.25 s. And whether the controller grows or slows.
 
 Run ``python -m benchmarks.overhead``; the last line is JSON.
 """
@@ -198,6 +199,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"observe, budget and decide, every step {deciding:7.1f}")
     print(f"budget and decide alone                {decision:7.1f}")
     print(f"attached, deciding every 0.25 s        {attached:7.1f}")
+    by_decodes = {}
+    print(f"{'decodes':>12} {'budget and decide, every step':>30} {'every 0.25 s':>13}")
+    for batch in (64, 128, 256, 512):
+        recorded = served(batch, 2000)
+        by_decodes[batch] = [round(decision_cost(recorded, args.rounds, every), 1) for every in (0.0, 0.25)]
+        print(f"{batch:12} {by_decodes[batch][0]:30} {by_decodes[batch][1]:13}")
     growth = controller_growth(events, args.growth_steps)
     print(f"{'steps seen':>12} {'state, bytes':>13} {'µs a step':>10}")
     for seen, size, cost in growth:
@@ -208,6 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         "full_cache_prompt_ms": round(statistics.median(median for median, _ in cached), 3),
         "controller_us_per_step": round(deciding, 1),
         "budget_and_decision_us_per_step": round(decision, 1),
+        "budget_and_decision_us_by_decodes": by_decodes,
         "attached_us_per_step": round(attached, 1),
         "controller_growth": round(growth[-1][1] / growth[0][1], 3),
         "controller_slowdown": round(growth[-1][2] / growth[0][2], 3),

@@ -88,14 +88,16 @@ def block_costs(events: list[Event], feed: Callable[[list[Event]], None]) -> lis
     return costs
 
 
-def learn(made: PredictiveController, events: list[Event], *, decide: bool) -> None:
-    """Observe each step and what ended in it, grant a budget and perhaps decide."""
+def learn(made: PredictiveController, events: list[Event], *, every: float) -> None:
+    """Observe each step and what ended in it, grant a budget, and decide every so many seconds (0: in every step)."""
+    decided = -inf
     for step, ended, view in events:
         made.observe_step(step)
         for record in ended:
             made.observe_request(record)
         made.budget(view)
-        if decide:
+        if step.end - decided >= every:
+            decided = step.end
             made.decide(step.end, view.knobs, view.effective_limits)
 
 
@@ -110,19 +112,20 @@ def observe(made: PredictiveController, events: list[Event]) -> None:
 def controller_cost(events: list[Event], rounds: int) -> float:
     """Median µs of CPU a step, in blocks: observe the step and what ended, grant a budget, decide."""
     made = PredictiveController(TARGET, KNOBS)
-    block_costs(events, lambda block: learn(made, block, decide=True))  # to settle
+    block_costs(events, lambda block: learn(made, block, every=0.0))  # to settle
     return statistics.median(
-        cost for _ in range(rounds) for cost in block_costs(events, lambda block: learn(made, block, decide=True))
+        cost for _ in range(rounds) for cost in block_costs(events, lambda block: learn(made, block, every=0.0))
     )
 
 
-def decision_cost(events: list[Event], rounds: int) -> float:
-    """Median µs of CPU a step to grant a budget and to decide: what all takes, less what observing takes, block by block."""
+def decision_cost(events: list[Event], rounds: int, every: float = 0.0) -> float:
+    """Median µs of CPU a step to grant a budget, and to decide every so many seconds of the engine (0: in every step): what all
+    takes, less what observing takes, block by block."""
     made = PredictiveController(TARGET, KNOBS)
-    block_costs(events, lambda block: learn(made, block, decide=True))  # to settle
+    block_costs(events, lambda block: learn(made, block, every=every))  # to settle
     found = []
     for _ in range(rounds):
-        everything = block_costs(events, lambda block: learn(made, block, decide=True))
+        everything = block_costs(events, lambda block: learn(made, block, every=every))
         found += [
             a - b for a, b in zip(everything, block_costs(events, lambda block: observe(made, block)), strict=True)
         ]
@@ -192,7 +195,7 @@ def controller_growth(events: list[Event], steps: int) -> list[tuple[int, int, f
         costs = []
         for _ in range(max(1, steps // 10 // len(events))):
             started = time.process_time()
-            learn(made, events, decide=False)
+            learn(made, events, every=inf)
             costs.append((time.process_time() - started) / len(events) * 1e6)
             seen += len(events)
             made.decide(0.0, KNOBS, KnobLimits())

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from autotune.bench import Contender, Outcome, Result, Turn, fixed
-from benchmarks.live.ratios import geometric_mean, ratio
+from benchmarks.live.ratios import geometric_mean, ratio, ratio_of_sums
 from runtime.knobs import Knobs
 from tests.unit.profiles import score
 
@@ -58,3 +58,12 @@ def test_a_side_with_nothing_in_time_is_no_crash() -> None:
     none = [result(ONE, 0, [True] * 40), result(TWO, 0, [False] * 40)]
     estimate = ratio(none, ONE, TWO, SECONDS, 0).estimate()
     assert estimate.value == math.inf and estimate.low == math.inf
+
+
+def test_ratios_of_sums_have_an_interval_over_rounds() -> None:
+    assert ratio_of_sums([2.0, 4.0], [1.0, 2.0], 0) == pytest.approx((2, 2, 2)), "all rounds say the same"
+    value, low, high = ratio_of_sums([1.0, 1.0, 4.0], [1.0, 1.0, 2.0], 0)
+    assert value == pytest.approx(6 / 4) and (low, high) == pytest.approx((1.0, 2.0))
+    value, low, high = ratio_of_sums([3.0], [2.0], 0)
+    assert value == 1.5 and math.isnan(low) and math.isnan(high), "one round does not tell how sure it is"
+    assert math.isnan(ratio_of_sums([], [], 0).value)

@@ -46,7 +46,7 @@ def full_step(
     within = largest(lambda n: seconds(n) <= target, top, guess)
     carried = _rate(seconds, decodes, within)
     alone = seconds(decodes) if decodes else 0.0
-    if demand <= 0 or carried >= demand or alone > target:
+    if demand <= 0 or carried >= demand or alone > constants.BUSY * target:
         return within, within
     best, least = within, math.inf
     size = float(max(within, decodes + 32))
