@@ -48,6 +48,7 @@ from benchmarks.classes import virtual
 from benchmarks.classes.contenders import CONTENDERS, DEFAULT, DEFAULTS
 from benchmarks.classes.summary import HEAD, Row, line, summary
 from benchmarks.command import INTERRUPTED, command, count, exit_code, say, seconds
+from benchmarks.controller.__main__ import seeds_of
 from benchmarks.controller.hardware import A100, H200
 
 
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="one seed, the H200 alone; live: two short rounds, one load"
     )
-    parser.add_argument("--seeds", type=count, help="in virtual time: sets of requests, from 1 on (default: 3)")
+    parser.add_argument(
+        "--seeds", help="in virtual time: sets of requests; 3: seeds 1 to 3; 7-10; 4,7 (default: 3, quick 1)"
+    )
     parser.add_argument("--rounds", type=count, help="live: turns of each contender and load (default: 8, quick 2)")
     parser.add_argument("--seconds", type=seconds(4), help="live: of a turn that count (default: 9, quick 6)")
     parser.add_argument("--seed", type=int, default=0, help="live: of the first round's requests")
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _virtual(args: argparse.Namespace) -> int:
-    seeds = range(1, 1 + (args.seeds or (1 if args.quick else 3)))
+    seeds = seeds_of(args.seeds or ("1" if args.quick else "3"))
     print(HEAD)
     found = []
     for row in virtual.rows([H200] if args.quick else [H200, A100], dict.fromkeys(args.contender or CONTENDERS), seeds):

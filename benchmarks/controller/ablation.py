@@ -159,6 +159,10 @@ def _no_attainment_model(it: Any) -> None:
     it._attains = _always(_always(math.nan))  # which is neither more nor less than anything
 
 
+def _no_short_steps(it: Any) -> None:
+    it._steps._short = lambda view, target, allowed: allowed
+
+
 @contextmanager
 def _changed(name: str, value: float) -> Iterator[None]:
     """A constant of the controller at ``value``."""
@@ -204,6 +208,8 @@ PARTS: Mapping[str, Callable[[Any], None]] = {
     "room below that ceiling": _with_constant("CEILING", 1.0),
     "discount on long steps": _with_constant("LONG_BUDGETED", constants.LONG),
     "good starts are kept": _with_constant("KEPT", math.inf),
+    "short steps of prompts that have long": _no_short_steps,
+    "no larger steps than compute as fast": _with_constant("WORTHWHILE", 1 << 30),
 }
 """By name, what takes each out of a controller that has just been made."""
 

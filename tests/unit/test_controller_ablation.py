@@ -58,6 +58,7 @@ CONSTANTS = {
     "room below that ceiling": ("CEILING", 1.0),
     "discount on long steps": ("LONG_BUDGETED", constants.LONG),
     "good starts are kept": ("KEPT", math.inf),
+    "no larger steps than compute as fast": ("WORTHWHILE", 1 << 30),
 }
 
 

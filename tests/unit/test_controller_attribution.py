@@ -137,13 +137,22 @@ class TestRatios:
         assert math.isnan(told["gpu_truth_full_mean"])
         assert told["knobs_vs_best_tuned_rival_mean"] == pytest.approx(1.1)  # of M1 alone: M3 lacks ours
 
-    def test_measured_gpus_have_figures_of_their_own(self) -> None:
-        ran = found(G1__predictive=88, G2__predictive=72, G1__aimd_full=80, G2__aimd_full=80)
-        told = Attribution(
-            ran, {name: Oracles(best(90, 10), None, best(82), best(80)) for name in ("G1", "G2")}
-        ).figures()
-        assert told["gpu_truth_full_mean"] == pytest.approx(1.0) and told["gpu_truth_full_min"] == pytest.approx(0.9)
-        assert told["gpu_truth_full_vs_best_rival_with_admission_mean"] == pytest.approx(1.0)
+    @pytest.mark.parametrize(
+        ("group", "mean", "rival"),
+        [
+            ("G", "gpu_truth_full", "gpu_truth_full_vs_best_rival_with_admission_mean"),
+            ("F", "frozen_full_vs_best_static_with_admission", "frozen_full_vs_best_rival_with_admission_mean"),
+        ],
+    )
+    def test_measured_gpus_and_what_was_invented_afterwards_have_figures_of_their_own(
+        self, group: str, mean: str, rival: str
+    ) -> None:
+        met = {"1__predictive": 88, "2__predictive": 72, "1__aimd_full": 80, "2__aimd_full": 80}
+        ran = found(**{group + key: value for key, value in met.items()})
+        oracles = {f"{group}{n}": Oracles(best(90, 10), None, best(82), best(80)) for n in (1, 2)}
+        told = Attribution(ran, oracles).figures()
+        assert told[f"{mean}_mean"] == pytest.approx(1.0) and told[f"{mean}_min"] == pytest.approx(0.9)
+        assert told[rival] == pytest.approx(1.0)
         assert math.isnan(told["full_vs_best_static_with_admission_mean"])
 
     def test_without_a_baseline_nothing_is_said(self) -> None:

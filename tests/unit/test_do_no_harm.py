@@ -207,6 +207,17 @@ class TestStartComparison:
             self.serve(made, 10, 100, ours)
             assert made.holds(10.0, worth) is tried
 
+    @pytest.mark.parametrize(
+        ("ours", "now", "tried"), [(0.0, 10.0, True), (0.0, 9.0, False), (0.04, 10.0, True), (0.1, 10.0, False)]
+    )
+    def test_where_hardly_any_request_is_in_time_for_long_the_start_is_tried_whatever_is_predicted(
+        self, ours: float, now: float, tried: bool
+    ) -> None:
+        made = StartComparison()
+        made.decided(0.0, False)
+        self.serve(made, 10, 100, ours)
+        assert made.holds(now, False) is tried
+
     def test_a_start_that_turns_out_worse_is_left_again_and_a_good_one_is_not(self) -> None:
         for share, left in ((0.2, True), (1.0, False)):
             made = self.compared(0.95, 0.6)

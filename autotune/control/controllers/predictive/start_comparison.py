@@ -9,7 +9,8 @@ what was seen worthless, not the knobs: starting knobs that hold do so for ``TRI
 are in time (``FINE``).
 
 Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
-(``worth_trying``).
+(``worth_trying``), or where hardly any request (``HOPELESS``) has been in time for ``TRIAL_S``: what says then that it is not
+worth it may be wrong.
 
 Units: seconds. Failure mode: a load that changes while either serves. Then the wrong one is tried for as long as ``FEW``
 requests take, or the starting knobs hold for up to ``LONGEST_PAUSE_S`` where others would serve better by now.
@@ -61,11 +62,10 @@ class StartComparison:
         if not self.at_start and in_force > constants.STALE_S:
             self._starts.clear()
         if not self._holds:
-            untried = (
-                worth_trying
-                and len(self._starts) < constants.FEW <= len(self._ours)
-                and share(self._ours) < constants.GOOD
-            )
+            unsaid = len(self._starts) < constants.FEW <= len(self._ours)
+            hopeless = constants.HOPELESS if in_force >= constants.TRIAL_S else 0.0
+            bound = constants.GOOD if worth_trying else hopeless
+            untried = unsaid and share(self._ours) < bound
             if not self.at_start and (untried or worse(self._ours, self._starts)):
                 self._holds, self._until, self._known_until = True, now + self._pause, now + constants.LONGEST_PAUSE_S
                 self._pause = min(2 * self._pause, constants.LONGEST_PAUSE_S)
