@@ -7,8 +7,8 @@ computed before a request's own and of that one, and r the rate of such work as 
 - at arrival a request is not accepted if ``now + w/r > arrival + 0.9·D``, unless lighter ones wait before it: if enough of
   them (the largest of the lightest first) weigh less together than it does, they are ended in its place;
 - when it is its turn, and while its prompt is being computed, the prediction is made again with what is left. The tenth
-  before is reserved for prediction error; a prompt half computed has the whole of D, for what it has cost is spent. Half as
-  much is reserved for those that weigh more than others: one that comes late after all has taken the time of lighter ones;
+  before is reserved for prediction error; a prompt half computed has the whole of D, for what it has cost is spent. Nothing
+  is reserved for those that weigh more than others: one that comes late after all has taken the time of lighter ones;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
 A request that is relegated instead is not ended. It waits behind all that can still be met, by arrival, begins when none of those
@@ -246,7 +246,7 @@ class Admission:
         target = self.target(sequence)
         if target == inf:
             return None
-        reserve = _RESERVE / 2 if self._weight(sequence) > self._lightest else _RESERVE
+        reserve = 0.0 if self._weight(sequence) > self._lightest else _RESERVE
         work = ahead + self.rate.tokens(work_of(sequence))
         verdict = self._late(sequence, now, work, target, (1 - reserve) * target)
         if verdict is not None and not ahead and now - self._let_in >= PROBE_S:

@@ -135,8 +135,8 @@ def test_a_step_spends_half_of_what_the_tightest_request_is_ahead(
     [
         (0.4, 0.75, 1.0),  # a prompt that has no more time than the tightest TTFT,
         (-math.inf, 0.75, 1.0),  # or it is not known
-        (5.0, 0.75, 0.6),
-        (math.inf, 0.75, 0.6),
+        (5.0, 0.75, 0.5),
+        (math.inf, 0.75, 0.5),
         (5.0, 0.99, 1.0),  # shorter steps compute fewer prompt tokens a second than that of longer ones
     ],
 )

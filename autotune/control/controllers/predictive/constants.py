@@ -71,7 +71,7 @@ SCATTER = 0.01  # half of how much the TPOT of requests scatters about the targe
 
 # Chosen on benchmarks.classes, A100 and H200, seeds 1 to 6.
 
-SHORT = 0.6  # of the step-time target: a step whose prompts all have longer than the tightest TTFT
+SHORT = 0.5  # of the step-time target: a step whose prompts all have longer than the tightest TTFT
 NEARLY = 0.75  # of the prompt tokens a second of whole steps, which such short ones must compute
 
 # Chosen on G1, G5 and G7 with seeds 1 to 5, looked at on M1 to M10 and the other measured GPUs.

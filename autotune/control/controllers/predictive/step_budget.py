@@ -8,7 +8,7 @@ what it needs in reserve; a gap is a single step.) Where an E2E target asks for 
 being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
 down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
 
-Where all prompts have longer than the tightest TTFT, as those of batch beside chat, a is at most 0.6·τ, if such steps compute
+Where all prompts have longer than the tightest TTFT, as those of batch beside chat, a is at most τ/2, if such steps compute
 nearly as many prompt tokens a second: who comes next may have no more time than that, and waits for the step in flight.
 
 Where steps overlap, slack is as of the end of the step in flight, as predicted.
