@@ -218,6 +218,19 @@ class TestStartComparison:
         self.serve(made, 10, 100, ours)
         assert made.holds(now, False) is tried
 
+    @pytest.mark.parametrize(("start", "left"), [(0.7, False), (0.02, True)])
+    def test_a_start_tried_against_what_is_predicted_has_ten_seconds_to_serve_most(
+        self, start: float, left: bool
+    ) -> None:
+        made = StartComparison()
+        made.decided(0.0, False)
+        self.serve(made, 10, 100, 0.0)
+        assert made.holds(10.0, False)
+        made.decided(10.0, True)
+        self.serve(made, 110, 205, start)
+        assert made.holds(19.0, False)
+        assert made.holds(20.5, False) is not left
+
     def test_a_start_that_turns_out_worse_is_left_again_and_a_good_one_is_not(self) -> None:
         for share, left in ((0.2, True), (1.0, False)):
             made = self.compared(0.95, 0.6)

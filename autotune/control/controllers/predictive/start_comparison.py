@@ -9,8 +9,8 @@ what was seen worthless, not the knobs: starting knobs that hold do so for ``TRI
 are in time (``FINE``).
 
 Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
-(``worth_trying``), or where hardly any request (``HOPELESS``) has been in time for ``TRIAL_S``: what says then that it is not
-worth it may be wrong.
+(``worth_trying``), or, for ``TRIAL_S``, where hardly any request (``HOPELESS``) has been in time for as long: what says then that
+it is not worth it may be wrong.
 
 Units: seconds. Failure mode: a load that changes while either serves. Then the wrong one is tried for as long as ``FEW``
 requests take, or the starting knobs hold for up to ``LONGEST_PAUSE_S`` where others would serve better by now.
@@ -67,7 +67,8 @@ class StartComparison:
             bound = constants.GOOD if worth_trying else hopeless
             untried = unsaid and share(self._ours) < bound
             if not self.at_start and (untried or worse(self._ours, self._starts)):
-                self._holds, self._until, self._known_until = True, now + self._pause, now + constants.LONGEST_PAUSE_S
+                pause = constants.TRIAL_S if untried and not worth_trying else self._pause
+                self._holds, self._until, self._known_until = True, now + pause, now + constants.LONGEST_PAUSE_S
                 self._pause = min(2 * self._pause, constants.LONGEST_PAUSE_S)
         else:
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
