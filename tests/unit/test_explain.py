@@ -321,9 +321,8 @@ def test_the_records_of_a_run_without_an_end_say_the_same(tmp_path: Path, capsys
     assert run(["explain", str(path), "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)["outcomes"]
     with RecordLog(kept) as log:
-        for records in seen.values():
-            for record in records:
-                log.on_request(record)
+        for record in sorted((r for records in seen.values() for r in records), key=lambda r: r.finished):
+            log.on_request(record)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"action":"detach"' not in line))
     assert run(["explain", str(path)]) == 0
