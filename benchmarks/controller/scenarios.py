@@ -191,8 +191,8 @@ FROZEN = (
              _slowed(60, one("agent", "strict"), 0.9, 1.4), noise=0.05),
 )  # fmt: skip
 """Invented on 29 November 2026, when the predictive controller and the tuned constants of its rivals stood (`803622df`): long
-prompts, lengths that alternate, two classes in bursts, a fast GPU that slows down. Nothing was or is to be tuned on them; one rule
-(``HOPELESS``) came after them, before anything had been run on them."""
+prompts, lengths that alternate, two classes in bursts, a fast GPU that slows down. Nothing was or is to be tuned on them;
+one rule (``HOPELESS``) came after them, before anything had been run on them."""
 
 
 def _variant(base: str, suffix: str, about: str, noise: float = 0.0, stalls: float = 0.0) -> Scenario:
