@@ -11,7 +11,8 @@ second:
   h = t(D) / (1 − N·(t(n) − t(D))/(n − D)). Of the sizes with f below 0.9 and h of at most τ, the one with the least
   h + l·(t(n) − τ): the mean is the same for whole ranges of sizes, and a short answer meets few steps of either kind. l is 1
   where knobs alone hold. Where each step has a budget of its own, the slack of all decodes pays for a long one, and l is less;
-- and only if more requests are in time than in steps within the target (:mod:`.attainment_model`).
+- and only if more requests are in time than in steps within the target (:mod:`.attainment_model`). None is looked for where
+  decodes alone take nearly all of τ (``BUSY``): no size leaves a mean gap of at most τ then.
 
 Units: tokens, seconds. Failure mode: steps within the target that are thought to carry less than they do, for a demand that
 was a burst; what was lost by it is over within the memory of the demand.
