@@ -42,7 +42,7 @@ DECODING_S = 0.5  # of decoding, of which a few requests soon tell
 # Chosen on G1 to G3, G5, M8 to M10, M14, U2 and U3 with seeds 1 and 2, and on the adversaries: when the start is tried
 
 BETTER = 0.1  # how much larger a share of requests than was in time must be predicted for them
-HOPELESS = 0.05  # share in time below which they are tried, whatever is predicted (M9 with stalls, seeds 208 and 210)
+HOPELESS = 0.05  # attainment below which they are tried, whatever is predicted (M9 with stalls, seeds 208 and 210)
 USUAL_S = 20.0  # memory of the demand that this goes by
 
 # Chosen on made-up machines: noise, stalls, changes of speed, a slow region, a busy host.
