@@ -2,9 +2,9 @@
 
 There is no prefill or decode phase: a sequence has ``computed`` tokens that catch up with its ``target``. Decodes are
 planned first, one token each; prompts fill what is left of the budget by the ordering, those in progress and those that wait:
-where one begins, prompts in progress that come behind it yield the step. (They could have what it leaves of the step, but
-vLLM has no way to say so, and it gains nothing.) When KV blocks run out, the newest sequence gives its own back and is
-recomputed later; the oldest always gets on.
+where one begins, prompts in progress that come behind it yield the step, but for those whose next chunk fits in what is left of
+it. (A part of a chunk could go on as well, but vLLM has no way to say so.) When KV blocks run out, the newest sequence gives its
+own back and is recomputed later; the oldest always gets on.
 
 A prompt has the blocks of all its tokens from its beginning on. As vLLM hands them out (``by_chunk``) it has those of the chunks
 planned so far, while others begin only if it will find the rest: decodes grow into that. Then a chunk finds no block, and the
@@ -298,7 +298,13 @@ class Scheduler:
                 turn += 1
                 continue
             if head is None:
-                if turn < in_progress or (held is LimitedBy.KV and left <= 0):
+                passed = False
+                for sequence in begun[turn:]:
+                    if min(sequence.target - sequence.computed, knobs.chunk_size) > left:
+                        passed = True
+                    else:
+                        left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)
+                if passed or (held is LimitedBy.KV and left <= 0):
                     return LimitedBy.BUDGET, inf
                 return held or limited, wake
             if held_until is None:

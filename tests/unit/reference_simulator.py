@@ -252,7 +252,15 @@ class Reference:
                 left -= chunks[-1][1]
                 continue
             if head is None:
-                return chunks, until if until is not None and until > self.now and not begun else inf
+                passed = False
+                for live in begun:  # those that yielded to others have what these left, if their whole chunk fits in
+                    tokens = min(len(live.known) - live.computed, self.knobs.chunk_size)
+                    if tokens > left:
+                        passed = True
+                        continue
+                    chunks.append((live, tokens))
+                    left -= tokens
+                return chunks, until if until is not None and until > self.now and not passed else inf
             if until is None:
                 until = self.held_back(left, slots)
             if until > self.now and not head.preemptions:

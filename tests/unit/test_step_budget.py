@@ -73,6 +73,20 @@ def test_one_behind_its_schedule_does_not_hold_back_a_queue_that_would_be_late()
     assert steps.budget(view(0.01, oldest=9.55, tokens=6000)) == 10 + 1500
 
 
+def test_batch_that_has_waited_long_is_no_queue_that_suffers() -> None:
+    steps = made()
+    steps._targets.change({"default": TARGET, "batch": SLO(e2e_ms=60_000)})
+    for name in ("default", "batch"):
+        steps._targets.saw(name, 20)
+    behind = view(0.004, oldest=2.0, tokens=30_000)
+    new, waited = (behind._replace(prompt_slack=left) for left in (0.45, 0.3))  # of the TTFT of whoever is in a hurry
+    for seen, seconds in ((new, 0.015), (waited, 0.03)):
+        n = steps.budget(seen) - 10
+        assert h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2)) == pytest.approx(seconds, rel=0.06)
+    steps.prefill_quantum = 1500
+    assert (steps.budget(new), steps.budget(waited)) == (10, 10 + 1500)
+
+
 def test_the_rate_of_prompts_is_that_of_steps_as_long_as_the_slack_allows() -> None:
     """Else a prompt is rejected that a long step would serve, which all that decode can wait for."""
 

@@ -136,6 +136,19 @@ def test_a_prompt_does_not_starve_while_newer_ones_begin_behind_one_that_is_pass
     assert any("urgent" in world.step() for _ in range(8))
 
 
+def test_a_prompt_that_comes_behind_stays_in_the_step_if_what_it_lacks_fits() -> None:
+    world = World()
+    for name, tokens, priority in (("long", 1000, 1), ("middle", 70, 0)):
+        world.add(Theirs(name, tokens, priority))
+        assert world.step() == [name]
+    world.add(Theirs("urgent", 30, -5))
+    assert world.step() == ["middle", "urgent"], (
+        "of the 64 tokens 34 are left: its 6 fit, the 936 of the long one do not"
+    )
+    assert world.steering.planned_last is not None and world.steering.planned_last.prefill_tokens == 36
+    assert world.step() == ["long"]
+
+
 def test_a_step_says_whether_vllm_was_idle_before_it() -> None:
     world, found = World(), []
     for name in "abc":

@@ -235,8 +235,10 @@ class Steering(SteeredRequests):
             held, may_begin, owed, yielding = self._plan_prompts(
                 knobs, requested - decodes, slots - len(running), growing + kept, begun, ahead, now
             )
-        if yielding:  # they stand last
+        if yielding:
             self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
+            yields = set(yielding)
+            self._put_in_order(running, [*(s for s in begun if s not in yields), *yielding])
             del running[len(running) - len(self._yielding) :]
         if not self._yielding:
             self._yields_for = []
@@ -351,9 +353,15 @@ class Steering(SteeredRequests):
             if self._caches:
                 named.update(self.kv.named(head.data, cached, cached + count))
             head = next(heads, None)
-        yields = begun[turn:] if yielding else []
-        for sequence in yields:
-            owed += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
+        yields: list[Sequence] = []
+        for sequence in begun[turn:] if yielding else ():
+            done = sequence.data.num_computed_tokens
+            count = min(knobs.chunk_size, sequence.target - done)
+            if count > left:
+                yields.append(sequence)
+                count = 0
+            left -= count
+            owed += self._blocks(sequence.target) - self._blocks(done + count)
         return _Prompts(held, most, owed, yields)
 
     def _yields_to(self, head: Sequence) -> bool:

@@ -43,7 +43,8 @@ class SLOTargets:
     """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
 
     ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token
-    (``firsts``: of each class); ``whole``: until the last (E2E); inf each where there is no target.
+    (``firsts``: of each class; ``alike``: whether these are the same); ``whole``: until the last (E2E); inf each where there
+    is no target.
 
     A TPOT or ITL target below ``floor``, the shortest step there can be (:meth:`no_step_below`, s), does not count: no setting
     meets it, and steps that went by it would leave prompts no room. Neither does an E2E that asks for such steps.
@@ -110,6 +111,7 @@ class SLOTargets:
         self.gap = min((t.itl for t in counted.values()), default=math.inf) / 1e3
         self.firsts = {name: min(t.ttft, t.e2e) / 1e3 for name, t in counted.items()}
         self.first = min(self.firsts.values(), default=math.inf)
+        self.alike = len(set(self.firsts.values())) == 1
         self._wholes = {name: t.e2e / 1e3 for name, t in counted.items() if t.e2e < math.inf}
         self.whole = min(self._wholes.values(), default=math.inf)
         self.left_out = any(left_out.values())

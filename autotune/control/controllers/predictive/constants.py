@@ -72,6 +72,10 @@ SCATTER = 0.01  # half of how much the TPOT of requests scatters about the targe
 SHORT = 0.5  # of the step-time target: a step whose prompts all have longer than the tightest TTFT
 NEARLY = 0.75  # of the prompt tokens a second of whole steps, which such short ones must compute
 
+# Chosen on benchmarks.classes with the step times of profiles/cpu-2core-tiny.yaml, U3, M6, M7 and G4, seeds 1 to 3.
+
+WAITED = 0.25  # of the tightest TTFT: so long has the first prompt waited before those that wait have a say, beside looser ones
+
 # Chosen on G1, G5 and G7 with seeds 1 to 5, looked at on M1 to M10 and the other measured GPUs.
 
 AS_FAST = 0.95  # of the prompt tokens a second of the largest step within the target: enough for knobs alone
