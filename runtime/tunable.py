@@ -24,6 +24,8 @@ KV_CACHE_DTYPES: Final = ("auto", "fp8")
 Effect = Literal["live", "restart", "none"]
 """What setting a knob does: ``live``: in force from the next step on; ``restart``: refused, it takes a new engine;
 ``none``: nothing, there is no such knob."""
+TILE: Final = 512
+"""Tokens of the largest tile by which kernels of a GPU compute a step, as far as they are known."""
 KvAllocation = Literal["whole", "chunk"]
 """How a prompt gets its KV blocks: ``whole``: all as it begins; ``chunk``: those of each chunk as that is planned."""
 
@@ -97,6 +99,11 @@ def own_kv_cache_dtype(name: str) -> str:
     return "fp8" if name == "fp8_e4m3" else name
 
 
+def tile_on(device: str) -> int:
+    """The ``tile`` of :class:`Facts` on a device of this kind ("cpu", "cuda"): one of a CPU computes rows nearly one by one."""
+    return 1 if device == "cpu" else TILE
+
+
 def _version() -> str:
     from runtime.version import __version__  # reading it takes longer than importing all of this
 
@@ -111,7 +118,8 @@ class Facts:
     a batcher. ``kv_tokens``: size of the KV pool in tokens, in blocks of ``block_size`` (without a pool: what a step may
     hold); ``prefix_cache``: whether prompts share the KV of equal beginnings; ``growth_reserve``: free KV blocks that it keeps
     for each decoding sequence when it admits a prompt; ``kv_allocation``: how it hands them out. ``parallelism``: devices that
-    the model is split over. ``graphs``: the steps that it has recorded.
+    the model is split over. ``graphs``: the steps that it has recorded. ``tile``: steps are best of whole tiles of so many
+    tokens, or of a smaller power of two; 1: of any number.
     """
 
     engine: str
@@ -125,6 +133,7 @@ class Facts:
     callable: CallableInfo | None = None
     version: str = field(default_factory=_version)
     graphs: StepGraphs = NO_GRAPHS
+    tile: int = TILE
 
 
 class SchedulerView(NamedTuple):

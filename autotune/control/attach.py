@@ -125,7 +125,7 @@ def _named(
         return BatchingController(slo, start, blind=blind, fixed_window=blind and facts.callable.slots == 1)
     name = name or "predictive"
     make = find(name, batcher=facts.callable is not None)
-    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile, facts.graphs))
+    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile, facts.graphs), facts.tile)
 
 
 def _strategy(about: CallableInfo) -> str:

@@ -59,6 +59,7 @@ class Simulator:
             classes=setup.classes,
             growth_reserve=facts.growth_reserve,
             kv_allocation=facts.kv_allocation,
+            tile=facts.tile,
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)
 

@@ -43,7 +43,7 @@ from runtime.request import Sequence as RunningSequence
 from runtime.shared.listeners import Listeners
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import NO_GRAPHS, StepGraphs, StepModel
-from runtime.tunable import Capabilities, Facts, KvAllocation, Listener, SchedulerView
+from runtime.tunable import TILE, Capabilities, Facts, KvAllocation, Listener, SchedulerView
 
 T = TypeVar("T")
 
@@ -108,6 +108,7 @@ class SimulatedEngine(TunableCore):
         fast_forward: bool = True,
         acceptance: Acceptances = 0.0,
         graphs: StepGraphs = NO_GRAPHS,
+        tile: int = TILE,
     ) -> None:
         for name, value, least in (
             ("block_size", block_size, 1), ("kv_tokens", kv_tokens, block_size), ("max_queue", max_queue, 1),
@@ -139,7 +140,7 @@ class SimulatedEngine(TunableCore):
         self.core, self.scheduler = core, scheduler
         self._facts = Facts(
             "simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve,
-            kv_allocation, graphs=graphs,
+            kv_allocation, graphs=graphs, tile=tile,
         )  # fmt: skip
         self._closed = False
         self._woken = False  # whether something has come that may end a wait

@@ -29,7 +29,7 @@ from autotune.workload.options import plain_float
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO, RequestClass
-from runtime.tunable import KvAllocation
+from runtime.tunable import TILE, KvAllocation, tile_on
 
 SPEEDS = ("compute", "bandwidth", "overhead")
 _FASTEST = 1000  # times as fast, or as slow
@@ -47,8 +47,8 @@ class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
     ``classes`` have an SLO of their own. ``workload`` has its lengths scaled and capped; its own rate is not looked at.
-    ``block_size``, ``prefix_cache``, ``growth_reserve`` and ``kv_allocation`` are those of the engine. Steps are slow at the same
-    times under every setting (common random numbers).
+    ``block_size``, ``prefix_cache``, ``growth_reserve``, ``kv_allocation`` and ``tile`` are those of the engine. Steps are slow
+    at the same times under every setting (common random numbers).
     """
 
     cost: CostModel
@@ -61,6 +61,7 @@ class Scenario:
     growth_reserve: int = 1
     kv_allocation: KvAllocation = "whole"
     classes: tuple[RequestClass, ...] = ()
+    tile: int = TILE
 
     @classmethod
     def of(
@@ -114,6 +115,7 @@ class Scenario:
             growth_reserve=engine.growth_reserve,
             kv_allocation=engine.kv_allocation,
             classes=profile.classes if classes is None else tuple(classes),
+            tile=tile_on(profile.machine.kind),
         )
 
     def even(self) -> Self:
@@ -148,6 +150,7 @@ class Scenario:
             seed=seed,
             acceptance=self.workload.acceptances if self.workload.may_draft else 0.0,
             graphs=self.cost.facts.graphs,
+            tile=self.tile,
         )
 
     def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:

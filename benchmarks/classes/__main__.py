@@ -13,8 +13,8 @@ Chat is served alone, then beside batch, the very same chat requests at the same
 - ``knobs``: the controller without admission, in the order of arrival;
 - ``defaults``: vLLM's defaults, in the order of arrival.
 
-In virtual time on two GPUs; ``--live`` on the engine itself, ``tiny`` in bfloat16 on one CPU thread (``default`` and
-``defaults``, unless ``--contender`` says otherwise). There,
+In virtual time on two GPUs and, with shorter requests, on a CPU by the step times of its profile; ``--live`` on the engine
+itself, ``tiny`` in bfloat16 on one CPU thread (``default`` and ``defaults``, unless ``--contender`` says otherwise). There,
 
 - lengths follow from a calibration on the spot, as in ``benchmarks.controller_live``. The SLOs are those of virtual time, TTFT
   500 ms, TPOT 50 ms and for batch E2E 60 s, or on a machine too slow for these a multiple, as in ``autotune profile``. The
@@ -49,16 +49,13 @@ from benchmarks.classes.contenders import CONTENDERS, DEFAULT, DEFAULTS
 from benchmarks.classes.summary import HEAD, Row, line, summary
 from benchmarks.command import INTERRUPTED, command, count, exit_code, say, seconds
 from benchmarks.controller.__main__ import seeds_of
-from benchmarks.controller.hardware import A100, H200
 
 
 @exit_code()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command("classes", __doc__)
     parser.add_argument("--live", action="store_true", help="on the engine itself, on this machine's CPU")
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, the H200 alone; live: two short rounds, one load"
-    )
+    parser.add_argument("--quick", action="store_true", help="one seed, no A100; live: two short rounds, one load")
     parser.add_argument(
         "--seeds", help="in virtual time: sets of requests; 3: seeds 1 to 3; 7-10; 4,7 (default: 3, quick 1)"
     )
@@ -80,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _virtual(args: argparse.Namespace) -> int:
     seeds = seeds_of(args.seeds or ("1" if args.quick else "3"))
+    places = (virtual.H200_PLACE, virtual.CPU_PLACE) if args.quick else virtual.PLACES
     print(HEAD)
     found = []
-    for row in virtual.rows([H200] if args.quick else [H200, A100], dict.fromkeys(args.contender or CONTENDERS), seeds):
+    for row in virtual.rows(places, dict.fromkeys(args.contender or CONTENDERS), seeds):
         found.append(row)
         print(line(row), flush=True)
     print(json.dumps({"live": False, "seeds": len(seeds), **summary(found)}))

@@ -31,6 +31,7 @@ from benchmarks.controller.known import peaks
 from benchmarks.controller.run import Bench, run
 from benchmarks.controller.scenarios import SCENARIOS
 from runtime.errors import InputError
+from runtime.tunable import TILE
 
 LAYERS: tuple[Layer, ...] = ("full", "knobs")
 
@@ -224,9 +225,9 @@ def _without(take_out: Callable[[Any], None] | None, *args: Any, **options: Any)
 def algorithm(part: str | None) -> Algorithm:
     """The predictive controller without ``part``; None: all of it."""
 
-    def made(slo: Any, start: Any, *, model: Any = None) -> PredictiveController:
+    def made(slo: Any, start: Any, *, model: Any = None, tile: int = TILE) -> PredictiveController:
         take_out = None if part is None else PARTS[part]
-        return _without(take_out, slo, start, model=model)
+        return _without(take_out, slo, start, model=model, tile=tile)
 
     return Algorithm(made, f"without {part}" if part else "all of it", LAYERS, "full")
 

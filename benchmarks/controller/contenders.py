@@ -125,7 +125,7 @@ def attach(
     own = {name: value for name, value in constants.items() if name not in ("interval_s", "alpha")}
     make = maker(partial(algorithm.made, **own), algorithm.about)
     facts = engine.facts
-    made = make(slo, engine.knobs, facts.kv_tokens, facts.block_size, warm_model(None, facts.graphs))
+    made = make(slo, engine.knobs, facts.kv_tokens, facts.block_size, warm_model(None, facts.graphs), facts.tile)
     chosen = KnobsOnly(made) if layer == "knobs" else made
     interval_s = constants.get("interval_s", 0.25)
     return at_work(control(engine, slo=slo, controller=chosen, admission=policy, interval_s=interval_s))

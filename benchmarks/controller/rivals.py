@@ -14,7 +14,7 @@ from autotune.control.controllers.static import StaticController
 from runtime.knobs import Knobs
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner
-from runtime.tunable import SchedulerView
+from runtime.tunable import TILE, SchedulerView
 
 _LEAST_TOKENS = 128
 _POOL_SHARE, _POOL_FULL, _FEW = 32, 1000, 512
@@ -30,15 +30,17 @@ class PPas(StaticController):
 
     name = "p-pas"
 
-    def __init__(self, start: Knobs, *, cap: int = 2048) -> None:
+    def __init__(self, start: Knobs, *, cap: int = 2048, tile: int = TILE) -> None:
         super().__init__(start)
         if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
             raise ValueError(f"cap is {cap!r}; it must be a whole number of tokens from 1 on")
-        self._cap = cap
+        self._cap, self._tile = cap, tile
 
     def budget(self, view: SchedulerView) -> int:
         pressed = view.waiting + view.prefilling >= 2 and view.decoding > 0
-        return step_of_whole_tiles(max(self._cap, view.decoding), view) if pressed else view.knobs.token_budget
+        return (
+            step_of_whole_tiles(max(self._cap, view.decoding), view, self._tile) if pressed else view.knobs.token_budget
+        )
 
 
 class Niyama(StaticController):
@@ -56,13 +58,15 @@ class Niyama(StaticController):
 
     name = "niyama"
 
-    def __init__(self, start: Knobs, *, block_size: int = 16, margin: float = 1.2, most: int = 2552) -> None:
+    def __init__(
+        self, start: Knobs, *, block_size: int = 16, margin: float = 1.2, most: int = 2552, tile: int = TILE
+    ) -> None:
         super().__init__(start)
         if not 1 <= margin < math.inf:
             raise ValueError(f"margin is {margin!r}; it must be a factor of at least 1")
         if isinstance(most, bool) or not isinstance(most, int) or most < _LEAST_TOKENS:
             raise ValueError(f"most is {most!r}; it must be a whole number of tokens from {_LEAST_TOKENS} on")
-        self._block_size, self._margin, self._most = block_size, margin, most
+        self._block_size, self._margin, self._most, self._tile = block_size, margin, most, tile
         self._model = StepLearner()
 
     def observe_step(self, record: StepRecord) -> None:
@@ -82,4 +86,4 @@ class Niyama(StaticController):
             seconds = view.decode_slack / self._margin
             prefill = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
             total = min(view.decoding + prefill, total)
-        return step_of_whole_tiles(max(int(total), _LEAST_TOKENS, view.decoding), view)
+        return step_of_whole_tiles(max(int(total), _LEAST_TOKENS, view.decoding), view, self._tile)

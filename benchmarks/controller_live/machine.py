@@ -37,6 +37,7 @@ from runtime.llm.engine import Engine as LiveEngine
 from runtime.llm.plan import Executor
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepModel
+from runtime.tunable import tile_on
 
 KV_TOKENS = 131_072
 PATIENCE = AdmissionPolicy(late=None, queue_timeout="ttft", order=None)
@@ -78,6 +79,7 @@ def simulated(
         seed=seed,
         classes=classes,
         admission=admission,
+        tile=tile_on("cpu"),
     )
     return Machine(engine, facts, engine.clock, _Slower(weather, slowdown))
 

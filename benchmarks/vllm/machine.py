@@ -26,7 +26,8 @@ def simulated(cost: CostModel, machine: Machine, seed: int = 0) -> Machine:
     """``machine``, which has step times of ``cost``, in virtual time."""
     facts = machine.engine.facts
     engine = SimulatedEngine(
-        cost, kv_tokens=facts.kv_tokens, block_size=facts.block_size, limits=LIMITS, prefix_cache=False, noise=NOISE, seed=seed
+        cost, kv_tokens=facts.kv_tokens, block_size=facts.block_size, limits=LIMITS, prefix_cache=False, noise=NOISE, seed=seed,
+        tile=facts.tile,
     )  # fmt: skip
     return Machine(engine, machine.facts, engine.clock)
 

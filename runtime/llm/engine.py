@@ -28,7 +28,7 @@ from runtime.request import SamplingParams
 from runtime.shared.progress import progress_bar
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import NO_GRAPHS
-from runtime.tunable import Facts, StepPolicy
+from runtime.tunable import Facts, StepPolicy, tile_on
 
 if TYPE_CHECKING:
     from runtime.torch_backend.loading import LoadedModel
@@ -132,6 +132,7 @@ class Engine(TunableEngine):
             growth_reserve=1,
             model=replace(parts.info, max_model_len=context),
             graphs=getattr(parts.executor, "graphs", NO_GRAPHS),
+            tile=tile_on(parts.info.device),
         )
         self._intake = Intake(
             served,

@@ -35,7 +35,7 @@ from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.request import Sequence as Running
 from runtime.slo import SLO, RequestClass
-from runtime.tunable import Capabilities, Facts, SchedulerView
+from runtime.tunable import Capabilities, Facts, SchedulerView, tile_on
 from tests.fakes import FakeExecutor, FakeModel, Records
 from tests.unit.simulated_profile import scenario
 
@@ -185,6 +185,7 @@ def test_capabilities_and_facts_are_plain_data(world: World) -> None:
     assert facts.engine and facts.version and facts.parallelism >= 1
     assert facts.kv_tokens % facts.block_size == 0 and facts.kv_tokens >= 1
     assert facts.model is None or facts.callable is None
+    assert facts.tile == tile_on("" if facts.model is None else facts.model.device)
 
 
 def test_capabilities_name_each_knob() -> None:

@@ -10,7 +10,7 @@ from autotune.workload import Arrival
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs
-from runtime.tunable import Listener
+from runtime.tunable import TILE, Listener
 
 Hardware = Callable[[StepFeatures], float]
 VLLM = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
@@ -53,11 +53,12 @@ class SimulatedEngine(simulate.SimulatedEngine):
         noise: float = 0.0,
         seed: int = 0,
         graphs: StepGraphs = NO_GRAPHS,
+        tile: int = TILE,
     ) -> None:
         self.formula = Formula(hardware)
         super().__init__(
             self.formula, kv_tokens=kv_tokens, knobs=knobs, limits=limits, prefix_cache=False, max_queue=10**9,
-            noise=noise, seed=seed, graphs=graphs,
+            noise=noise, seed=seed, graphs=graphs, tile=tile,
         )  # fmt: skip
         self.records: list[RequestRecord] = []
         self._number = 0

@@ -300,10 +300,10 @@ def test_virtual_time_ends_with_one_line_of_json(
 ) -> None:
     assert command.main(["--quick", "--contender", "default"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert not said["live"] and (said["seeds"], said["machines"]) == (1, ["H200"])
-    assert {load: one["met"] for load, one in said["contenders"]["default"]["loads"]["H200"].items()} == {
-        "30%": True, "60%": True,
-    }  # fmt: skip
+    assert not said["live"] and (said["seeds"], said["machines"]) == (1, ["H200", "CPU"])
+    loads = said["contenders"]["default"]["loads"]
+    met = {(machine, load): one["met"] for machine, of in loads.items() for load, one in of.items()}
+    assert met == {("H200", "30%"): True, ("H200", "60%"): True, ("CPU", "30%"): True, ("CPU", "60%"): True}
 
 
 @pytest.mark.slow

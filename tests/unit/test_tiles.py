@@ -15,10 +15,15 @@ from autotune.control.controllers.gradient import GradientController
 from autotune.control.controllers.parts.tiles import whole_tiles
 from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Controller
+from autotune.measure.evaluate import recorded
+from autotune.profile import find_profile, load_profile
+from autotune.simulate.scenario import Scenario
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import Knobs
+from runtime.records import LimitedBy
 from runtime.slo import SLO, attainment
 from runtime.step_model import StepFeatures
+from runtime.tunable import TILE, tile_on
 from tests.unit.control_world import SimulatedEngine, poisson
 
 
@@ -67,23 +72,47 @@ def test_where_kernels_compute_whole_tiles_more_requests_are_in_time(budgeted: b
     assert share(512) > share(1) + (0.05 if budgeted else 0.1)
 
 
+@pytest.mark.parametrize("tile", [512, 1], ids=["GPU", "CPU"])
 @pytest.mark.parametrize(
     "make",
     [
         AimdController,
         BisectionController,
-        lambda slo, start: GradientController(start, knob="token_budget", queue=37),
+        lambda slo, start, tile: GradientController(start, knob="token_budget", queue=37, tile=tile),
         PredictiveController,
     ],
     ids=["aimd", "bisection", "gradient", "predictive"],
 )
-def test_every_controller_that_chooses_tokens_has_them(make: Callable[[SLO, Knobs], Controller]) -> None:
+def test_every_controller_that_chooses_tokens_has_them(make: Callable[..., Controller], tile: int) -> None:
     def hardware(step: StepFeatures) -> float:
         return 4e-3 + 3e-5 * (step.decodes + step.prefill_tokens)
 
     engine = SimulatedEngine(hardware, knobs=Knobs(256, 0, 1000, 1000))
     slo = SLO(ttft_ms=1000, tpot_ms=25)
-    with control(engine, slo=slo, controller=KnobsOnly(make(slo, engine.knobs))) as it:
+    with control(engine, slo=slo, controller=KnobsOnly(make(slo, engine.knobs, tile=tile))) as it:
         engine.play(poisson(12, 20, 1500, 60, seed=1))
         chosen = {d.new["token_budget"] for d in it.decisions if d.action == "set"}
-    assert chosen and not any(tokens % 32 for tokens in chosen)
+    assert chosen and any(tokens % 32 for tokens in chosen) == (tile == 1)
+
+
+@pytest.mark.parametrize("name", ["aimd", "bisection", "predictive"])
+def test_steps_are_of_whole_tiles_where_the_engine_computes_by_tiles(name: str) -> None:
+    def hardware(step: StepFeatures) -> float:
+        return 4e-3 + 3e-5 * (step.decodes + step.prefill_tokens)
+
+    for tile in (TILE, 1):
+        engine = SimulatedEngine(hardware, knobs=Knobs(256, 0, 2048, 2048), tile=tile)
+        with control(engine, slo=SLO(ttft_ms=1000, tpot_ms=25), controller=name), recorded(engine) as log:
+            engine.play(poisson(12, 20, 1500, 60, seed=1))
+        full = {
+            s.decodes + s.prefill_tokens
+            for s in log.steps
+            if s.limited_by is LimitedBy.BUDGET and s.prefill_tokens > 300
+        }
+        assert full and any(tokens % 32 for tokens in full) == (tile == 1)
+
+
+def test_a_cpu_has_no_tiles() -> None:
+    assert (tile_on("cpu"), tile_on("cuda")) == (1, TILE)
+    of = {name: Scenario.of(load_profile(find_profile(name))).start() for name in ("cpu-2core-tiny", "h200-qwen3-8b")}
+    assert {name: engine.facts.tile for name, engine in of.items()} == {"cpu-2core-tiny": 1, "h200-qwen3-8b": TILE}

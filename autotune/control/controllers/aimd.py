@@ -31,7 +31,7 @@ from autotune.control.controllers.registry import register
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.tunable import SchedulerView
+from runtime.tunable import TILE, SchedulerView
 
 
 @register
@@ -40,14 +40,16 @@ class AimdController:
 
     name = "aimd"
 
-    def __init__(self, slo: SLO, start: Knobs, *, back: float = 0.9, more: int = 64, floor: int = 64) -> None:
+    def __init__(
+        self, slo: SLO, start: Knobs, *, back: float = 0.9, more: int = 64, floor: int = 64, tile: int = TILE
+    ) -> None:
         if not 0.5 <= back < 1:
             raise ValueError(f"back is {back!r}; it must be at least 0.5 and below 1")
         for name, tokens in (("more", more), ("floor", floor)):
             if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
                 raise ValueError(f"{name} is {tokens!r}; it must be a whole number of tokens from 1 on")
         self.start = start
-        self._back, self._more, self._floor = back, more, floor
+        self._back, self._more, self._floor, self._tile = back, more, floor, tile
         self.limit = float(start.token_budget)
         self._target = step_target({"default": slo})
         self._window = StepWindow()
@@ -92,8 +94,8 @@ class AimdController:
         window.clear()
         budget = int(self.limit)
         wanted = self.start.with_(max_wait_ms=0.0, token_budget=budget, chunk_size=budget)
-        wanted = in_whole_tiles(limits.clamp(wanted), knobs, limits)
+        wanted = in_whole_tiles(limits.clamp(wanted), knobs, limits, self._tile)
         return Proposal(wanted, regime, cause, {**evidence, "limit": round(self.limit, 1)})
 
     def budget(self, view: SchedulerView) -> int:
-        return step_of_whole_tiles(max(int(self.limit), view.decoding, 1), view)
+        return step_of_whole_tiles(max(int(self.limit), view.decoding, 1), view, self._tile)

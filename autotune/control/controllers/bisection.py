@@ -36,7 +36,7 @@ from autotune.control.controllers.registry import register
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.tunable import SchedulerView
+from runtime.tunable import TILE, SchedulerView
 
 _LEAST = {"max_batch_size": 1, "token_budget": 32}
 
@@ -56,12 +56,13 @@ class BisectionController:
         wide: float = 0.25,
         slow: float = 0.25,
         tolerance: float = 0.05,
+        tile: int = TILE,
     ) -> None:
         for name, value in (("wide", wide), ("slow", slow), ("tolerance", tolerance)):
             if not 0 < value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be above 0 and below 1")
         self.start = start
-        self._wide, self._slow, self._tolerance = wide, slow, tolerance
+        self._wide, self._slow, self._tolerance, self._tile = wide, slow, tolerance, tile
         self.knob = knob
         self.low = float(_LEAST[knob])
         self.high = float(getattr(start, knob))
@@ -99,7 +100,7 @@ class BisectionController:
         wanted = self.start.with_(max_wait_ms=0.0, **{self.knob: value})
         if self.knob == "token_budget":
             wanted = wanted.with_(chunk_size=value)
-        return Proposal(in_whole_tiles(limits.clamp(wanted), knobs, limits), regime, cause, evidence)
+        return Proposal(in_whole_tiles(limits.clamp(wanted), knobs, limits, self._tile), regime, cause, evidence)
 
     def _move(self, window: StepWindow, least: float, most: float) -> str:
         wide = max(1.0, self._wide * self._middle)
@@ -126,4 +127,4 @@ class BisectionController:
     def budget(self, view: SchedulerView) -> int:
         if self.knob == "max_batch_size":
             return view.knobs.token_budget
-        return step_of_whole_tiles(max(int(self._middle), view.decoding, 1), view)
+        return step_of_whole_tiles(max(int(self._middle), view.decoding, 1), view, self._tile)

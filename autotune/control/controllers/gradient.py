@@ -26,7 +26,7 @@ from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
-from runtime.tunable import SchedulerView
+from runtime.tunable import TILE, SchedulerView
 
 _WARM_UP = 10
 
@@ -47,6 +47,7 @@ class GradientController:
         queue: int = 4,
         least: int = 4,
         window: int = 600,
+        tile: int = TILE,
     ) -> None:
         if not tolerance >= 1:
             raise ValueError(f"tolerance is {tolerance!r}; it must be at least 1")
@@ -59,7 +60,7 @@ class GradientController:
         self.knob = knob
         self.limit = float(getattr(start, knob))
         self._tolerance, self._smoothing, self._queue = tolerance, smoothing, queue
-        self._least, self._long_window = least, window
+        self._least, self._long_window, self._tile = least, window, tile
         self._long = 0.0
         self._samples = 0
         self._window = StepWindow()
@@ -88,7 +89,7 @@ class GradientController:
         if self.knob == "token_budget":
             wanted = wanted.with_(chunk_size=value)
         evidence |= {"long_ms": round(1e3 * self._long, 3), "limit": round(self.limit, 1)}
-        return Proposal(in_whole_tiles(limits.clamp(wanted), knobs, limits), regime, cause, evidence)
+        return Proposal(in_whole_tiles(limits.clamp(wanted), knobs, limits, self._tile), regime, cause, evidence)
 
     def _update(self, now_s: float, used: float) -> tuple[str, str]:
         self._samples += 1

@@ -6,7 +6,7 @@ A controller in one file: a class with the methods of :class:`~autotune.control.
 What a class needs to know it takes by name in its ``__init__``: ``slo`` (the SLO of class ``default``), ``start`` (the knobs to
 begin with and to fall back on), ``kv_tokens`` and ``block_size`` (of the KV pool), ``model`` (a
 :class:`~runtime.step_model.StepLearner` that knows which decode steps the engine records, and the hardware where a profile does,
-or None).
+or None), ``tile`` (tokens: steps are best of whole ones; 1: of any number).
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ from autotune.control.controllers.protocol import METHODS, Controller, check_con
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
+from runtime.tunable import TILE
 
 C = TypeVar("C", bound=type[Controller])
-TAKES: Final = ("slo", "start", "kv_tokens", "block_size", "model")
+TAKES: Final = ("slo", "start", "kv_tokens", "block_size", "model", "tile")
 
 
 class Make(Protocol):
     """Makes a controller; ``model`` is one that knows something of the engine already, if there is one."""
 
     def __call__(
-        self, slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
+        self,
+        slo: SLO,
+        start: Knobs,
+        kv_tokens: int,
+        block_size: int,
+        model: StepLearner | None = None,
+        tile: int = TILE,
     ) -> Controller: ...
 
 
@@ -88,8 +95,15 @@ def maker(made: Callable[..., Controller], name: str) -> Make:
         raise ValueError(f"controller is {name}; it lacks {', '.join(missing)}, which a Controller has")
     takes = [p.name for p in parameters if p.name in TAKES]
 
-    def make(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
-        given: dict[str, Any] = dict(zip(TAKES, (slo, start, kv_tokens, block_size, model), strict=True))
+    def make(
+        slo: SLO,
+        start: Knobs,
+        kv_tokens: int,
+        block_size: int,
+        model: StepLearner | None = None,
+        tile: int = TILE,
+    ) -> Controller:
+        given: dict[str, Any] = dict(zip(TAKES, (slo, start, kv_tokens, block_size, model, tile), strict=True))
         try:
             controller = made(**{parameter: given[parameter] for parameter in takes})
         except (Exception, SystemExit) as error:

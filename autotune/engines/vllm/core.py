@@ -26,7 +26,7 @@ from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.shared.settings import Settings
 from runtime.slo import SLO
-from runtime.tunable import Facts, SchedulerView
+from runtime.tunable import Facts, SchedulerView, tile_on
 
 _AGAIN_S: Final = 1e-3  # until the next try where vLLM found nothing that it could do
 
@@ -209,4 +209,5 @@ def facts_of(config: Any, steering: Steering) -> Facts:
         model=model,
         version=str(vllm.__version__),
         graphs=graphs_of(config),
+        tile=tile_on(model.device),
     )

@@ -6,9 +6,9 @@ much as a whole one. (By the measurements that :mod:`benchmarks.gpu_truth` is ma
 hundred steps has these stairs, and no search by step times finds them, but most of them end at round numbers. So do the sizes
 for which our engine records steps with prompts: whole tiles leave no dummies where at least half of a step are prompt tokens.
 
-Formula. A number of tokens is rounded down to a multiple of the largest power of two that is at most ``TILE`` and half of the
-prompt tokens. Where steps have no stairs, fewer than half of those wait for the next step. A controller goes on from what it
-wanted, not from what became of it.
+Formula. A number of tokens is rounded down to a multiple of the largest power of two that is at most the ``tile`` of the engine
+(512 on a GPU) and half of the prompt tokens. Where steps have no stairs, fewer than half of those wait for the next step; a CPU
+has none, and its ``tile`` is 1. A controller goes on from what it wanted, not from what became of it.
 
 Units: tokens. Failure mode: the GPU whose stairs end elsewhere. Source: NVIDIA, "Matrix Multiplication Background User's Guide"
 (tile and wave quantization); the rule is ours.
@@ -17,14 +17,13 @@ Units: tokens. Failure mode: the GPU whose stairs end elsewhere. Source: NVIDIA,
 from __future__ import annotations
 
 from runtime.knobs import KnobLimits, Knobs
-from runtime.tunable import SchedulerView
+from runtime.tunable import TILE, SchedulerView
 
-TILE = 512
 _FEW = 64  # prompt tokens, fewer of which are not rounded
 
 
 def whole_tiles(tokens: int, decodes: int, most: int = TILE) -> int:
-    """At most ``tokens`` of a step, ``decodes`` of them decodes, in whole tiles of at most ``most``."""
+    """At most ``tokens`` of a step, ``decodes`` of them decodes, in whole tiles of at most ``most`` tokens."""
     prompt = tokens - decodes
     if prompt < _FEW:
         return tokens
@@ -32,15 +31,17 @@ def whole_tiles(tokens: int, decodes: int, most: int = TILE) -> int:
     return tokens // tile * tile
 
 
-def in_whole_tiles(wanted: Knobs, knobs: Knobs, limits: KnobLimits) -> Knobs:
-    """``wanted`` with a ``token_budget`` of whole tiles, unless it is that in force (``knobs``) or all that ``limits`` allow."""
+def in_whole_tiles(wanted: Knobs, knobs: Knobs, limits: KnobLimits, most: int = TILE) -> Knobs:
+    """``wanted`` with a ``token_budget`` of whole tiles of at most ``most`` tokens, unless it is that in force (``knobs``) or all
+    that ``limits`` allow."""
     if wanted.token_budget in (knobs.token_budget, limits.token_budget):
         return wanted
-    budget = whole_tiles(wanted.token_budget, 0)
+    budget = whole_tiles(wanted.token_budget, 0, most)
     return wanted.with_(token_budget=budget, chunk_size=min(wanted.chunk_size, budget))
 
 
-def step_of_whole_tiles(tokens: int, view: SchedulerView) -> int:
-    """At most ``tokens`` of the step that ``view`` is planned for, in whole tiles; all that the knobs allow, if that is fewer."""
+def step_of_whole_tiles(tokens: int, view: SchedulerView, most: int = TILE) -> int:
+    """At most ``tokens`` of the step that ``view`` is planned for, in whole tiles of at most ``most`` tokens; all that the knobs
+    allow, if that is fewer."""
     top = view.knobs.token_budget
-    return top if tokens >= top else whole_tiles(tokens, view.decoding)
+    return top if tokens >= top else whole_tiles(tokens, view.decoding, most)

@@ -64,7 +64,7 @@ from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
-from runtime.tunable import SchedulerView
+from runtime.tunable import TILE, SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
 _LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
@@ -78,7 +78,7 @@ class PredictiveController:
 
     name = "predictive"
 
-    def __init__(self, slo: SLO, start: Knobs, *, model: StepLearner | None = None) -> None:
+    def __init__(self, slo: SLO, start: Knobs, *, model: StepLearner | None = None, tile: int = TILE) -> None:
         self.start = start
         self._left_alone: dict[str, Any] = {name: getattr(start, name) for name in _LEFT_ALONE}
         self.regime = "learning"
@@ -92,7 +92,7 @@ class PredictiveController:
         self._comparison = StartComparison()
         self._observes = False  # whether no decision is put in force
         self._drafting = Drafting(start.draft_tokens) if start.draft_tokens else None
-        self._steps = StepBudget(self._learned, self._traffic, self._targets, self._gain)
+        self._steps = StepBudget(self._learned, self._traffic, self._targets, self._gain, tile)
         self._most = 65536  # sequences at once that met the target, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
         self._beyond = False  # whether steps exceed the target to carry the load

@@ -31,14 +31,14 @@ import math
 from collections import deque
 
 from autotune.control.controllers.parts.targets import SLOTargets
-from autotune.control.controllers.parts.tiles import TILE, whole_tiles
+from autotune.control.controllers.parts.tiles import whole_tiles
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
-from runtime.tunable import SchedulerView
+from runtime.tunable import TILE, SchedulerView
 
 
 class FirstSteps:
@@ -64,7 +64,9 @@ class FirstSteps:
 class StepBudget:
     """Goes by what the controller that it is a part of has learned."""
 
-    def __init__(self, learned: TrustedModel, traffic: Traffic, targets: SLOTargets, gain: FeedbackGain) -> None:
+    def __init__(
+        self, learned: TrustedModel, traffic: Traffic, targets: SLOTargets, gain: FeedbackGain, tile: int = TILE
+    ) -> None:
         self._learned, self._traffic, self._targets, self._gain = learned, traffic, targets, gain
         self._granted: tuple[SchedulerView, float] | None = (
             None  # the last step's view and target, until its rate is asked for
@@ -72,7 +74,7 @@ class StepBudget:
         self._rate = 0.0
         self._prompts_per_step = 1
         self._first = FirstSteps()
-        self.tile = TILE  # tokens; 1: steps of any number
+        self.tile = tile
         self.prefill_quantum = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
 
