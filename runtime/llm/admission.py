@@ -12,9 +12,9 @@ computed before a request's own and of that one, and r the rate of such work as 
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
 A request that is relegated instead is not ended. It waits behind all that can still be met, by arrival, begins when none of those
-waits and there is room, and counts for no other as work before its own. A prompt already begun keeps its KV blocks, and
-yields the steps in which others begin. By default that is done to classes that weigh less than 1: nobody waits at a screen for
-those, and an answer that comes late is worth more than none.
+waits and there is room, and counts for no other as work before its own. A prompt already begun keeps its KV blocks, and has what
+others that begin leave of a step, if anything. By default that is done to classes that weigh less than 1: nobody waits at a
+screen for those, and an answer that comes late is worth more than none.
 
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
 queue. In deadline order that is the one with the least time left.

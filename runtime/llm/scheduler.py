@@ -2,9 +2,10 @@
 
 There is no prefill or decode phase: a sequence has ``computed`` tokens that catch up with its ``target``. Decodes are
 planned first, one token each; prompts fill what is left of the budget by the ordering, those in progress and those that wait:
-where one begins, prompts in progress that come behind it yield the step, but for those whose next chunk fits in what is left of
-it. (A part of a chunk could go on as well, but vLLM has no way to say so.) When KV blocks run out, the newest sequence gives its
-own back and is recomputed later; the oldest always gets on.
+where one begins, prompts in progress that come behind it yield the step. Where a step policy says what the step may hold, those
+whose next chunk fits in what is left of it go on: it lengthens no step beyond what targets allow. (A part of a chunk could go on
+as well, but vLLM has no way to say so.) When KV blocks run out, the newest sequence gives its own back and is recomputed later;
+the oldest always gets on.
 
 A prompt has the blocks of all its tokens from its beginning on. As vLLM hands them out (``by_chunk``) it has those of the chunks
 planned so far, while others begin only if it will find the rest: decodes grow into that. Then a chunk finds no block, and the
@@ -212,7 +213,7 @@ class Scheduler:
         limited, wake = LimitedBy.DEMAND, inf
         begun = self.begun() if self.prefills else []
         if begun or self.waiting.count:
-            limited, wake = self._plan_prompts(now, knobs, most, begun, chunks)
+            limited, wake = self._plan_prompts(now, knobs, most, begun, chunks, fill=budget is not None)
         short = self.by_chunk and not self._hand_out(chunks)
         if short:
             limited, wake = self._hand_out_short(knobs, most, begun, chunks), inf
@@ -271,9 +272,10 @@ class Scheduler:
         return tuple(drafts)
 
     def _plan_prompts(
-        self, now: float, knobs: Knobs, most: int, begun: list[Sequence], chunks: list[Chunk]
+        self, now: float, knobs: Knobs, most: int, begun: list[Sequence], chunks: list[Chunk], *, fill: bool
     ) -> tuple[LimitedBy, float]:
-        """Fill ``chunks`` in order, with prompts in progress and new ones. Returns what stopped it and when to wake."""
+        """Fill ``chunks`` in order, with prompts in progress and new ones; ``fill``: with those that yielded, too. Returns what
+        stopped it and when to wake."""
         decoding = len(self.decodes.members)
         left = most - decoding
         limited, held, wake = LimitedBy.DEMAND, None, inf
@@ -300,7 +302,7 @@ class Scheduler:
             if head is None:
                 passed = False
                 for sequence in begun[turn:]:
-                    if min(sequence.target - sequence.computed, knobs.chunk_size) > left:
+                    if not fill or min(sequence.target - sequence.computed, knobs.chunk_size) > left:
                         passed = True
                     else:
                         left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)

@@ -253,9 +253,11 @@ class Reference:
                 continue
             if head is None:
                 passed = False
-                for live in begun:  # those that yielded to others have what these left, if their whole chunk fits in
+                for live in (
+                    begun
+                ):  # by a policy those that yielded to others have what these left, if it holds their whole chunk
                     tokens = min(len(live.known) - live.computed, self.knobs.chunk_size)
-                    if tokens > left:
+                    if self.policy is None or tokens > left:
                         passed = True
                         continue
                     chunks.append((live, tokens))

@@ -11,6 +11,7 @@ from runtime.llm.plan import StepPlan
 from runtime.ordering import ordering_of
 from runtime.records import FinishReason, LimitedBy
 from runtime.slo import SLO
+from runtime.tunable import SchedulerView
 from tests.unit.scheduler_world import BLOCK, World
 
 WIDE = Knobs(max_batch_size=100, max_wait_ms=0, token_budget=100, chunk_size=100)
@@ -24,6 +25,15 @@ def world(knobs: Knobs = WIDE, **kwargs: object) -> World:
     made = World(kv_blocks=100, **kwargs)  # type: ignore[arg-type]
     made.set_knobs(knobs)
     return made
+
+
+class Budget:
+    """A step policy that gives every step the same."""
+
+    tokens = 20
+
+    def budget(self, view: SchedulerView) -> int:
+        return self.tokens
 
 
 def last(w: World) -> StepPlan:
@@ -54,8 +64,13 @@ def test_a_more_urgent_prompt_begins_and_those_in_progress_behind_it_yield_the_s
     assert plan.n_decode == 1 and chunks(plan) == [("r1", 10, 9)], "nothing more urgent begins, so it has the step"
 
 
-def test_what_those_that_begin_leave_of_a_step_goes_to_prompts_in_progress_whose_whole_chunk_fits() -> None:
-    w = world(WIDE.with_(token_budget=20, chunk_size=8))
+@pytest.mark.parametrize("by_chunk", [False, True])
+def test_what_those_that_begin_leave_of_a_step_budget_goes_to_prompts_in_progress_whose_whole_chunk_fits(
+    by_chunk: bool,
+) -> None:
+    w = world(WIDE.with_(token_budget=100, chunk_size=8), by_chunk=by_chunk)
+    budget = Budget()
+    w.core.settings.set_policy(budget)
     for number, tokens in enumerate((30, 30, 11)):
         w.add([number] * tokens)
     assert chunks(last(w)) == [("r1", 0, 8), ("r2", 0, 8), ("r3", 0, 4)]
@@ -66,9 +81,12 @@ def test_what_those_that_begin_leave_of_a_step_goes_to_prompts_in_progress_whose
     w.add([5] * 3, priority=1)
     assert chunks(last(w)) == [("r6", 0, 3), ("r1", 16, 8), ("r3", 4, 7)], "r2's eight do not fit, r3's seven do"
     w.add([6] * 9, priority=1)
-    w.set_knobs(WIDE.with_(token_budget=64, chunk_size=8))
+    budget.tokens = 64
     plan = last(w)
     assert chunks(plan) == [("r7", 0, 8), ("r1", 24, 6), ("r2", 8, 8)] and plan.limited_by is LimitedBy.CHUNK
+    w.core.settings.set_policy(None)
+    w.add([7] * 4, priority=2)
+    assert chunks(last(w)) == [("r8", 0, 4)], "where knobs alone say how long a step is, who begins has it short"
 
 
 def test_prompts_in_progress_are_computed_by_the_ordering() -> None:
@@ -219,7 +237,7 @@ def test_by_chunk_a_prompt_has_the_blocks_of_its_chunks_and_others_leave_it_the_
     assert (len(first.blocks), w.scheduler.kv.free, w.scheduler.free_blocks) == (2, 18, 10)
     assert w.steps[-1].kv_free_blocks == w.core.view(w.now).kv_free_blocks == 10
     third = w.add([3] * 40, priority=1)
-    assert chunks(last(w)) == [("r3", 0, 6), ("r1", 6, 6)] and (len(first.blocks), len(third.blocks)) == (3, 2)
+    assert chunks(last(w)) == [("r3", 0, 6)] and (len(first.blocks), len(third.blocks)) == (2, 2)
 
 
 def test_by_chunk_a_chunk_that_finds_no_block_takes_those_of_the_newest_prompt_even_of_the_same_step() -> None:
@@ -230,11 +248,9 @@ def test_by_chunk_a_chunk_that_finds_no_block_takes_those_of_the_newest_prompt_e
     older = w.add([2] * 18)
     w.step()
     newer = w.add([3] * 18, priority=1)
-    w.set_knobs(WIDE.with_(chunk_size=2, token_budget=4))  # beside the decode and r3, r2's chunk does not fit
     for start in range(0, 16, 2):
         plan = last(w)
         assert ("r3", start, 2) in chunks(plan) and not plan.preemptions
-        w.set_knobs(WIDE.with_(chunk_size=2))
     assert (older.computed, newer.computed, w.scheduler.kv.free) == (16, 16, 2)
     urgent = w.add([4], 2, priority=2)
     plan = last(w)  # one of the two blocks is for the decode, the other for r3, which goes first: there is none for r2

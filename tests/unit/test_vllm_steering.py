@@ -16,6 +16,7 @@ from runtime.llm.admission import AdmissionPolicy, Verdict
 from runtime.records import SLO_REASON
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.slo import SLO
+from runtime.tunable import SchedulerView
 
 BLOCK, BLOCKS, BUDGET = 16, 1024, 64
 
@@ -136,8 +137,14 @@ def test_a_prompt_does_not_starve_while_newer_ones_begin_behind_one_that_is_pass
     assert any("urgent" in world.step() for _ in range(8))
 
 
-def test_a_prompt_that_comes_behind_stays_in_the_step_if_what_it_lacks_fits() -> None:
+def test_a_prompt_that_comes_behind_stays_in_the_step_if_what_it_lacks_fits_in_a_step_budget() -> None:
     world = World()
+
+    class Whole:
+        def budget(self, view: SchedulerView) -> int:
+            return view.knobs.token_budget
+
+    world.steering.settings.set_policy(Whole())
     for name, tokens, priority in (("long", 1000, 1), ("middle", 70, 0)):
         world.add(Theirs(name, tokens, priority))
         assert world.step() == [name]
@@ -147,6 +154,11 @@ def test_a_prompt_that_comes_behind_stays_in_the_step_if_what_it_lacks_fits() ->
     )
     assert world.steering.planned_last is not None and world.steering.planned_last.prefill_tokens == 36
     assert world.step() == ["long"]
+    world.add(Theirs("another", 70, 0))
+    assert world.step() == ["another"]
+    world.steering.settings.set_policy(None)
+    world.add(Theirs("last", 30, -5))
+    assert world.step() == ["last"], "where knobs alone say how long a step is, who begins has it short"
 
 
 def test_a_step_says_whether_vllm_was_idle_before_it() -> None:

@@ -201,7 +201,7 @@ class Steering(SteeredRequests):
             self.expire(now)
         if self._families.doomed:
             self._end_doomed()
-        requested = knobs.token_budget
+        requested, fill = knobs.token_budget, False
         if self.settings.policy is None:
             if self.slack.following:
                 self.slack.stop()
@@ -209,7 +209,7 @@ class Steering(SteeredRequests):
             if not self.slack.following:
                 self.slack.follow((*self.waiting, *self.prefills), self.decodes)
             budget = self.settings.budget(lambda: self.view(now))
-            requested = requested if budget is None else min(requested, budget)
+            requested, fill = (requested, False) if budget is None else (min(requested, budget), True)
         running: list[Any] = scheduler.running
         begun: list[Sequence] = []
         ahead: list[float] = []
@@ -233,7 +233,7 @@ class Steering(SteeredRequests):
             growing = self.kv.growing(running[:decodes])
         if self.waiting.count or begun:
             held, may_begin, owed, yielding = self._plan_prompts(
-                knobs, requested - decodes, slots - len(running), growing + kept, begun, ahead, now
+                knobs, requested - decodes, slots - len(running), growing + kept, begun, ahead, now, fill
             )
         if yielding:
             self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
@@ -282,7 +282,15 @@ class Steering(SteeredRequests):
         return len(wanted)
 
     def _plan_prompts(
-        self, knobs: Knobs, left: int, slots: int, taken: int, begun: list[Sequence], ahead: list[float], now: float
+        self,
+        knobs: Knobs,
+        left: int,
+        slots: int,
+        taken: int,
+        begun: list[Sequence],
+        ahead: list[float],
+        now: float,
+        fill: bool,
     ) -> _Prompts:
         """What the scheduler of our engine would do with ``left`` tokens and ``slots``, as far as vLLM must be told.
 
@@ -356,8 +364,8 @@ class Steering(SteeredRequests):
         yields: list[Sequence] = []
         for sequence in begun[turn:] if yielding else ():
             done = sequence.data.num_computed_tokens
-            count = min(knobs.chunk_size, sequence.target - done)
-            if count > left:
+            count = max(0, min(knobs.chunk_size, sequence.target - done))
+            if count > (left if fill else 0):
                 yields.append(sequence)
                 count = 0
             left -= count

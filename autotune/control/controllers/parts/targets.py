@@ -14,6 +14,7 @@ _MEMORY = 0.01  # weight of the newest request in a class's share
 _GONE = 0.005  # share below which a class no longer counts
 _DECODING = 2 / 3  # share of an E2E target that decoding may take
 _FEW = 4  # outputs of a class below which those of all say more of it
+_LOOSER = 2.0  # times the tightest time until a first token: one that has more is in no such hurry
 _AGAIN = 0.95  # how far the shortest step must fall for targets to count again: noise must not turn them off and on
 
 
@@ -43,8 +44,8 @@ class SLOTargets:
     """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
 
     ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token
-    (``firsts``: of each class; ``alike``: whether these are the same); ``whole``: until the last (E2E); inf each where there
-    is no target.
+    (``firsts``: of each class); ``whole``: until the last (E2E); inf each where there is no target. ``mixed``: whether there are
+    classes, served lately or not, whose first token has far more time than that of others.
 
     A TPOT or ITL target below ``floor``, the shortest step there can be (:meth:`no_step_below`, s), does not count: no setting
     meets it, and steps that went by it would leave prompts no room. Neither does an E2E that asks for such steps.
@@ -111,7 +112,10 @@ class SLOTargets:
         self.gap = min((t.itl for t in counted.values()), default=math.inf) / 1e3
         self.firsts = {name: min(t.ttft, t.e2e) / 1e3 for name, t in counted.items()}
         self.first = min(self.firsts.values(), default=math.inf)
-        self.alike = len(set(self.firsts.values())) == 1
+        firsts = [min(t.ttft, t.e2e) for t in self._counted.values()]
+        self.mixed = "default" not in self._slos or max(firsts) > _LOOSER * min(
+            firsts
+        )  # others than those named have no target
         self._wholes = {name: t.e2e / 1e3 for name, t in counted.items() if t.e2e < math.inf}
         self.whole = min(self._wholes.values(), default=math.inf)
         self.left_out = any(left_out.values())

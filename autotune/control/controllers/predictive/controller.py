@@ -243,7 +243,7 @@ class PredictiveController:
         if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
             return False
         decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
-        alike = self._targets.alike  # it knows of one TTFT, and of no chunks that classes need
+        alike = len(set(self._targets.firsts.values())) == 1  # it knows of one TTFT, and of no chunks that classes need
         if alike and requests.rate > 0 and self._targets.gap == math.inf:
             attains = self._attains(decodes, target, requests)
             known = max(self._comparison.attained, attains(self._ceiling))

@@ -156,15 +156,15 @@ class StepBudget:
         )
 
     def _queue_suffers(self, view: SchedulerView, allowed: float) -> bool:
-        """Whether steps of ``allowed`` seconds take longer to compute the waiting prompts than the oldest has left; where classes
-        have different TTFTs, whether the prompt in the greatest hurry has waited.
+        """Whether steps of ``allowed`` seconds take longer to compute the waiting prompts than the oldest has left; where some
+        classes have far more time than others, whether the prompt in the greatest hurry has waited, however many wait with it.
 
         One request behind its schedule would otherwise hold back every prompt, and all of those would be late.
         """
         first = self._targets.first
         if first == math.inf:
             return False
-        if not self._targets.alike and view.prompt_slack > -math.inf:  # who has waited longest may have all the time
+        if self._targets.mixed and view.prompt_slack > -math.inf:  # who has waited longest may have all the time
             return view.prompt_slack < (1 - constants.WAITED) * first
         left = first if view.oldest_arrival == math.inf else view.oldest_arrival + first - view.now
         prefill = self._most_prefill(view, allowed)
