@@ -47,7 +47,7 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def found_a_block(one: dict[str, Any]) -> bool:
     """Whether the first step that differs is one in which a prompt goes on behind another that begins. vLLM computes it first, so
     that the other may find a block of it; we plan it last."""
-    fields = {part.split()[0] for part in one["differs"].partition(" s: ")[2].split(", ")}
+    fields = {part.partition(" ")[0] for part in one["differs"].partition(" s: ")[2].split(", ")}
     filled = "by view" in one["load"] and "prefix_cache=True" in one["load"]
     return filled and fields <= {"end", "prefill_context", "prefill_tokens", "prefill_attention", "kv_free_blocks"}
 
