@@ -302,8 +302,9 @@ def test_virtual_time_ends_with_one_line_of_json(
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not said["live"] and (said["seeds"], said["machines"]) == (1, ["H200", "CPU"])
     loads = said["contenders"]["default"]["loads"]
-    met = {(machine, load): one["met"] for machine, of in loads.items() for load, one in of.items()}
-    assert met == {("H200", "30%"): True, ("H200", "60%"): True, ("CPU", "30%"): True, ("CPU", "60%"): True}
+    assert {load: one["met"] for load, one in loads["H200"].items()} == {"30%": True, "60%": True}
+    for one in loads["CPU"].values():  # without what others leave of a step, batch at 60% would have .6
+        assert one["interactive_difference"] >= -LOSS and one["batch_share_of_left"] > 0.7
 
 
 @pytest.mark.slow
