@@ -53,7 +53,8 @@ from benchmarks.live.machine import Machine
 from benchmarks.live.ratios import geometric_mean, ratio, words
 from benchmarks.live.screening import GRID, Screened, Simulation, expected, screen
 from benchmarks.live.serving import Contest, say_failed, say_turn
-from runtime.knobs import Knobs
+from runtime.errors import InputError
+from runtime.knobs import KnobLimits, Knobs
 
 INTERRUPTED = 130
 
@@ -97,6 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also everybody with one layer more at a time, and fixed settings with admission",
     )
     parser.add_argument(
+        "--contender",
+        action="append",
+        metavar="NAME",
+        help='of those that --layers adds only this one, such as "bisection knobs"; may be given several times',
+    )
+    parser.add_argument(
         "--simulated", action="store_true", help="after calibration, serve all of it in simulation instead"
     )
     parser.add_argument(
@@ -113,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan(args.keep or given.keep, args.duration or given.duration, args.calibrate or given.calibration)
     if args.plot is not None:
         check(args.plot, "--plot")
+    if args.contender and not args.layers:
+        raise InputError("--contender is given without --layers; it chooses among those that --layers adds")
+    _chosen(layers(KnobLimits()), args.contender)
 
     from autotune.cli.interrupt import stop_on_interrupt
 
@@ -121,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         vllm, control = defaults(machine.engine.limits), ours(machine.engine.limits)
         everywhere = [vllm, control]
         if args.layers:
-            everywhere += layers(machine.engine.limits)
+            everywhere += _chosen(layers(machine.engine.limits), args.contender)
         elif args.knobs_only:
             everywhere.append(ours_knobs_only(machine.engine.limits))
         try:
@@ -162,6 +172,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(json.dumps(summary(found, control, vllm)))
     return INTERRUPTED if stopped else 0
+
+
+def _chosen(contenders: Sequence[Contender], names: Sequence[str] | None) -> list[Contender]:
+    """Those of ``names``, or all. Raises InputError for a name that none of them has."""
+    known = [c.name for c in contenders]
+    if unknown := [name for name in names or () if name not in known]:
+        raise InputError(f"--contender is {unknown[0]!r}; it must be one of {', '.join(known)}")
+    return [c for c in contenders if names is None or c.name in names]
 
 
 def _learn(machine: Machine, plan: Plan, seed: int, stop: Callable[[], bool]) -> tuple[CostModel, float]:

@@ -302,3 +302,18 @@ def test_nonsense_is_said_before_anything_is_loaded(
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--plot", "picture.pdf"]) == 2
     assert "picture.pdf must end in .html" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--contender", "knobs only"], "--contender is given without --layers"),
+        (
+            ["--layers", "--contender", "nobody"],
+            "--contender is 'nobody'; it must be one of knobs only, predictive + step",
+        ),
+    ],
+)
+def test_says_which_contenders_there_are(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
