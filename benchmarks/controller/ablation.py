@@ -51,7 +51,7 @@ class NoDemand:
 class NoGain:
     """In the place of :class:`~autotune.control.controllers.predictive.feedback.FeedbackGain`."""
 
-    value, sheds = 1.0, False
+    value, sheds, keeps = 1.0, False, False
 
     def clear(self) -> None:
         pass

@@ -72,6 +72,21 @@ def test_where_steps_have_budgets_and_late_requests_leave_nothing_makes_steps_lo
     assert gain.value == pytest.approx(1.02), "knobs alone bound the mean of steps, not each of them"
 
 
+def test_late_requests_stay_in_the_queue_once_some_were_served_and_none_left() -> None:
+    gain = FeedbackGain()
+    for _ in range(constants.FEW):
+        assert not gain.keeps
+        unbudgeted(gain, late=True)
+    assert gain.keeps and not gain.sheds
+    gain.shed()
+    for _ in range(constants.WINDOW):
+        assert gain.sheds and not gain.keeps, "those that were begun in time, and late all the same"
+        unbudgeted(gain, late=True)
+    assert gain.keeps and not gain.sheds
+    gain.clear()
+    assert not gain.keeps
+
+
 def test_where_knobs_alone_hold_slow_steps_outweigh_and_lateness_counts_as_far_as_larger_steps_help() -> None:
     assert unbudgeted(FeedbackGain(), slow=True, late=True, relief=1.0) == pytest.approx(-0.02)
     assert unbudgeted(FeedbackGain(), late=True, relief=0.0) == 0

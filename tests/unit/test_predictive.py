@@ -11,6 +11,7 @@ import pytest
 
 from autotune import control
 from autotune.control.controllers.predictive import PredictiveController, constants
+from autotune.control.decision_log import Decision
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, StepRecord
@@ -97,6 +98,39 @@ def test_past_what_the_step_time_target_can_carry_it_gives_way_instead_of_missin
     fixed = share(small_model_on_one_core, slo, arrivals, VLLM, controlled=False)
     assert 0.2 < fixed < 0.9
     assert share(small_model_on_one_core, slo, arrivals, VLLM, controlled=True) > 0.7 * fixed
+
+
+def slow_prompts(step: StepFeatures) -> float:
+    """64 tokens take longer than :data:`COLD` allows, 44 do not, and compute 1,750 prompt tokens a second."""
+    return 9.5e-3 + 8e-5 * step.decodes + 2.8e-4 * step.prefill_tokens
+
+
+COLD = SLO(ttft_ms=440, tpot_ms=22)
+
+
+def knobs_alone(arrivals: Arrivals) -> tuple[float, list[Decision]]:
+    """Attainment from a cold start at vLLM's defaults, and the decisions."""
+    engine = SimulatedEngine(slow_prompts, knobs=VLLM, noise=0.02)
+    engine.set_slo(COLD)
+    with control(engine, slo=COLD, controller=KnobsOnly(PredictiveController(COLD, VLLM))) as attached:
+        records = engine.play(arrivals)
+    return attainment(records, COLD).share, list(attached.decisions)
+
+
+def test_knobs_alone_make_steps_as_short_as_the_target_asks_from_a_cold_start() -> None:
+    """And what was served by the steps of the start, four times as long on the way down, lowers no target."""
+    arrivals = poisson(22, 20, 72, 13, seed=1)
+    found, decisions = knobs_alone(arrivals)
+    assert found > share(slow_prompts, COLD, arrivals, VLLM, controlled=False) + 0.2
+    assert 32 <= decisions[-1].new["token_budget"] < 64
+    assert min(d.evidence["gain"] for d in decisions if "gain" in d.evidence and d.at < 1.7) > 0.95
+
+
+def test_where_such_steps_do_not_carry_the_load_and_nobody_leaves_the_queue_the_start_comes_back() -> None:
+    arrivals = poisson(33, 20, 72, 13, seed=1)
+    found, decisions = knobs_alone(arrivals)
+    assert found > 0.9 * share(slow_prompts, COLD, arrivals, VLLM, controlled=False)
+    assert decisions[-1].new["token_budget"] == VLLM.token_budget and decisions[-1].regime == "fallback"
 
 
 def test_an_untrusted_model_leaves_the_starting_knobs() -> None:

@@ -8,7 +8,7 @@ actual/predicted and τ the TPOT target:
   ever seen (at least 64), or than stay below a slow region (:mod:`.trusted_model`). What
   D decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
-- ``token_budget``: D plus the P that a step of 2τ holds, in whole tiles (at least 64, a token for each slot, and prompts that
+- ``token_budget``: D plus the P that a step of 2τ holds, in whole tiles (at least 32, a token for each slot, and prompts that
   had better come together), a ceiling for the per-step budget. Where the engine asks for no such budget
   (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what fits τ, or what carries the load
   (:mod:`.step_size`);
@@ -235,20 +235,26 @@ class PredictiveController:
         """Whether the starting token budget may do better than requests have fared.
 
         By the model of attainment, where that says less of the budget in force; where that has done worse, there are bursts or
-        stalls that no model knows of. Then, if answers are so short that a few requests soon tell, where larger steps are
-        cheaper, and steps meet the target on average if each holds the prompts that came during the one before.
+        stalls that no model knows of. Then, unless the model says clearly less of the start than has been in time: if answers are
+        so short that a few requests soon tell, where larger steps are cheaper, and steps meet the target on average if each holds
+        the prompts that came during the one before.
         """
         requests = self._traffic.requests(self._usual.per_second)
         target = self.target / self._gain.value
         if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
             return False
-        decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
         alike = len(set(self._targets.firsts.values())) == 1  # it knows of one TTFT, and of no chunks that classes need
+        decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
         if alike and requests.rate > 0 and self._targets.gap == math.inf:
             attains = self._attains(decodes, target, requests)
-            known = max(self._comparison.attained, attains(self._ceiling))
-            if attains(self.start.token_budget) > known + constants.BETTER:
+            known, start = attains(self._ceiling), attains(self.start.token_budget)
+            attained = (
+                self._comparison.attained if known else 0.0
+            )  # with a queue that grows without end it does not last
+            if start > max(attained, known) + constants.BETTER:
                 return True
+            if start < attained - constants.WORSE:
+                return False
         target /= self._learned.bias
         usual = self._step_of(decodes, decodes + int(self._demand.per_second * target))
         soon = self._traffic.outputs.mean * target <= constants.DECODING_S
@@ -258,8 +264,9 @@ class PredictiveController:
         """The share of ``requests`` in time, by tokens of a step, ``decodes`` of them decodes. ``target``: s a token."""
         bias, first = self._learned.bias, self._targets.first
         return lambda n: attainment(
-            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests
-        )
+            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests,
+            keeps=self._gain.keeps,
+        )  # fmt: skip
 
     def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         """What the model says."""
@@ -301,8 +308,10 @@ class PredictiveController:
                 budget = self._ceiling_in_tiles(max(budget, room), knobs.token_budget, limits.token_budget)
         elif budget < limits.token_budget:
             budget = whole_tiles(budget, decodes, self._steps.tile)
-        least = self.start.token_budget if self._unsteady else constants.FLOOR
+        least = self.start.token_budget if self._unsteady else constants.LEAST_BUDGET
         budget = min(limits.token_budget, max(least, batch if self._budgeted else 0, budget))
+        if not self._budgeted and budget < constants.FAR * knobs.token_budget:
+            self._judged_from = now  # who comes until then decodes in steps that are longer than wanted
         chunk = min(limits.chunk_size, budget)
         why = self._why(budget, batch, limits.token_budget, _ms(target))
         if not (self._budgeted or self._beyond):

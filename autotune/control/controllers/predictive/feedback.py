@@ -18,6 +18,7 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
 While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
 k stays in 0.6 to 4; with budgets in 0.6 to 1 while late requests are rejected or time out. Where those leave, longer steps
 save none of them, and make decodes late that hold the KV pool; where none ever leaves, a queue only shrinks by longer steps.
+Which it is (``sheds``, ``keeps``) is said by the latest requests that were late.
 Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what a step of 0.6 of the target costs in
 throughput, and no more.
 """
@@ -37,24 +38,29 @@ def worth_missing(relief: float) -> float:
 class FeedbackGain:
     """``value`` is k. See the module."""
 
-    __slots__ = ("_stayed", "value")
+    __slots__ = ("_left", "_stayed", "value")
 
     def __init__(self) -> None:
         self.value = 1.0
-        self._stayed = math.inf  # late requests that were served since one was not
+        self._stayed, self._left = 0, False  # late requests that were served since one was not, if one ever was not
 
     def clear(self) -> None:
         """Forget what the old SLOs taught."""
-        self.value, self._stayed = 1.0, math.inf
+        self.value, self._stayed, self._left = 1.0, 0, False
 
     def shed(self) -> None:
         """A request has left the queue unserved because it was late."""
-        self._stayed = 0
+        self._stayed, self._left = 0, True
 
     @property
     def sheds(self) -> bool:
         """Whether late requests leave the queue, by the latest of them."""
-        return self._stayed < constants.WINDOW
+        return self._left and self._stayed < constants.WINDOW
+
+    @property
+    def keeps(self) -> bool:
+        """Whether late requests are served all the same, by the latest of them."""
+        return self._stayed >= (constants.WINDOW if self._left else constants.FEW)
 
     def rest(self, seconds: float) -> None:
         """Demand alone has been the limit for so long, s."""
@@ -72,6 +78,7 @@ class FeedbackGain:
 
     def unbudgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, relief: float) -> None:
         """The same while knobs alone held."""
+        self._stayed += late
         self._move(-1.0 if slow else relief if late else self._back(loaded, max(1 - attainment, constants.MISSED[0])))
 
     def _back(self, loaded: bool, by: float) -> float:
