@@ -13,6 +13,7 @@ from benchmarks.controller.contenders import CONTENDERS, STATIC
 from benchmarks.controller.run import BIN_S, Bench, Outcome, run, serve
 from benchmarks.controller.run import requests as requests_of
 from benchmarks.controller.scenarios import HARDWARE, LOADS, SCENARIOS, Phase, Scenario
+from benchmarks.workers import end_with_parent
 from runtime.knobs import Knobs
 
 T = TypeVar("T")
@@ -50,7 +51,9 @@ class Workers:
 
     def __init__(self, jobs: int, bench: Bench) -> None:
         self.bench = bench
-        self._pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) if jobs > 1 else None
+        self._pool = (
+            ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent) if jobs > 1 else None
+        )
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Outcome]]:
         """Each task and what came of it, in no particular order."""

@@ -39,6 +39,7 @@ from benchmarks.command import at_least, command, deviation, exit_code
 from benchmarks.kept import Kept
 from benchmarks.sweep.cases import CASES
 from benchmarks.sweep.contest import OURS, CaseResult, Result, play
+from benchmarks.workers import end_with_parent
 
 SEEDS = (601, 602, 603)
 """Of whole reports. Cases, profiler and this file were made with others; what was changed after the first report on these was
@@ -124,6 +125,12 @@ def summary(cases: Sequence[CaseResult]) -> dict[str, object]:
     }
 
 
+def _begin() -> None:
+    """Ctrl-C reaches the workers as well, where a pool would take it for the result of a case and go on with the next."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+
+
 @exit_code("interrupted; cases that are done are in --keep FILE")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("sweep", __doc__)
@@ -151,8 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = Kept(given.keep, {"seeds": seeds, "rounds": rounds, "truth_seeds": truth_seeds, **drift})
     done = {case.case: case for case in map(CaseResult.of_json, kept.known())}
     left = [name for name in names if name not in done]
-    # Ctrl-C reaches the workers as well, where a pool would take it for the result of a case and go on with the next.
-    pool = ProcessPoolExecutor(given.jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
+    pool = ProcessPoolExecutor(given.jobs, initializer=_begin)
     try:
         for future in as_completed([pool.submit(work, name) for name in left]):
             case = future.result()
