@@ -6,7 +6,7 @@ prompts and g the gaps of answers (samples of them):
 - a prompt takes k = ⌈p/c⌉ steps where it is alone, and p/c of their time where others fill the rest: with ρ the share of the time
   that goes into steps with prompts, s = (1 − ρ)·k̄ + ρ·p̄/c steps on average, of n = p̄/s tokens, and ρ = λ·s·t(n), iterated.
   Above ``BUSY`` the queue grows, and the share ``BUSY``/ρ of the requests is served, at that ρ. Where late requests do not
-  leave the queue (``keeps``) and ρ is 1 or more, in the end none is in time;
+  leave the queue and ρ is 1 or more, in the end none is in time;
 - TTFT: the queue of an M/G/1 server with service times k·t(n) (s·t(n) beside others); its wait, W by Pollaczek and Khinchine,
   exceeds x with probability ρ·exp(−ρ·x/W);
 - TPOT: a step without prompts leaves τ − t(0) of the target, one with them takes t(n) − t(0) more, so an answer of g gaps bears
@@ -31,29 +31,23 @@ from autotune.control.controllers.predictive import constants
 
 
 class Requests(NamedTuple):
-    """As they come: ``rate`` a second, with ``prompts``, tokens to compute of each, and answers of so many ``gaps``."""
+    """As they come: ``rate`` a second, with ``prompts``, tokens to compute of each, and answers of so many ``gaps``. ``stay``:
+    whether they stay in the queue however late they are."""
 
     rate: float
     prompts: Sequence[float]
     gaps: Sequence[float]
+    stay: bool = False
 
 
 def attainment(
-    seconds: Callable[[int], float],
-    decodes: int,
-    chunk: int,
-    tpot: float,
-    ttft: float,
-    requests: Requests,
-    *,
-    keeps: bool = False,
+    seconds: Callable[[int], float], decodes: int, chunk: int, tpot: float, ttft: float, requests: Requests
 ) -> float:
     """The share of ``requests`` in time, where a step of so many ``decodes`` holds at most ``chunk`` prompt tokens (at least 1).
 
-    ``seconds``: of a step of so many tokens, ``decodes`` of them decodes. Targets in seconds, inf where there is none. ``keeps``:
-    whether requests stay in the queue however late they are.
+    ``seconds``: of a step of so many tokens, ``decodes`` of them decodes. Targets in seconds, inf where there is none.
     """
-    rate, prompts, gaps = requests
+    rate, prompts, gaps, stay = requests
     alone = [math.ceil(prompt / chunk) for prompt in prompts]
     mean, mean_alone, busy = fmean(prompts), fmean(alone), 0.0
     for _ in range(4):
@@ -61,7 +55,7 @@ def attainment(
         took = seconds(decodes + int(min(chunk, mean / per_prompt)))
         load = rate * per_prompt * took
         busy = min(constants.BUSY, load)
-    if keeps and load >= 1:
+    if stay and load >= 1:
         return 0.0
     if not busy > 0:
         return 1.0  # nothing comes, or a step takes no time

@@ -263,10 +263,10 @@ class PredictiveController:
     def _attains(self, decodes: int, target: float, requests: Requests) -> Callable[[int], float]:
         """The share of ``requests`` in time, by tokens of a step, ``decodes`` of them decodes. ``target``: s a token."""
         bias, first = self._learned.bias, self._targets.first
+        requests = requests._replace(stay=self._gain.keeps)
         return lambda n: attainment(
-            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests,
-            keeps=self._gain.keeps,
-        )  # fmt: skip
+            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests
+        )
 
     def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         """What the model says."""
