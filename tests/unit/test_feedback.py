@@ -61,7 +61,7 @@ def test_where_steps_have_budgets_and_late_requests_leave_nothing_makes_steps_lo
     gain.shed()
     assert budgeted(gain, late=True) == 0 and gain.value == 1
     for _ in range(constants.WINDOW):
-        budgeted(gain, late=True)
+        gain.served_late()
     assert budgeted(gain, late=True) == pytest.approx(0.02), "none has left since so many were served"
     gain.shed()
     gain.clear()
@@ -76,12 +76,12 @@ def test_late_requests_stay_in_the_queue_once_some_were_served_and_none_left() -
     gain = FeedbackGain()
     for _ in range(constants.FEW):
         assert not gain.keeps
-        unbudgeted(gain, late=True)
+        gain.served_late()
     assert gain.keeps and not gain.sheds
     gain.shed()
     for _ in range(constants.WINDOW):
         assert gain.sheds and not gain.keeps, "those that were begun in time, and late all the same"
-        unbudgeted(gain, late=True)
+        gain.served_late()
     assert gain.keeps and not gain.sheds
     gain.clear()
     assert not gain.keeps

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,73 @@ def test_where_such_steps_do_not_carry_the_load_and_nobody_leaves_the_queue_the_
     found, decisions = knobs_alone(arrivals)
     assert found > 0.9 * share(slow_prompts, COLD, arrivals, VLLM, controlled=False)
     assert decisions[-1].new["token_budget"] == VLLM.token_budget and decisions[-1].regime == "fallback"
+
+
+@pytest.mark.parametrize(("start", "tried"), [(0.6, False), (0.7, True), (0.95, True)])
+def test_the_start_is_not_tried_where_the_model_says_clearly_less_of_it_than_was_in_time(
+    start: float, tried: bool
+) -> None:
+    """80% were. In between it is tried for another reason: answers are short, and larger steps cheaper."""
+    engine = SimulatedEngine(slow_prompts, knobs=VLLM)
+    made = PredictiveController(COLD, VLLM)
+    with control(engine, slo=COLD, controller=KnobsOnly(made)):
+        engine.play(poisson(22, 10, 72, 13, seed=1))
+        made._comparison._ours.extend([True, True, True, True, False] * 100)
+        made._attains = lambda *_: lambda n: start if n == VLLM.token_budget else 0.8  # type: ignore[method-assign]
+        assert made._worth_trying() is tried
+
+
+def test_where_nobody_will_be_in_time_only_the_latest_speak_against_the_start() -> None:
+    engine = SimulatedEngine(slow_prompts, knobs=VLLM)
+    made = PredictiveController(COLD, VLLM)
+    with control(engine, slo=COLD, controller=KnobsOnly(made)):
+        engine.play(poisson(22, 10, 72, 13, seed=1))
+        made._attains = lambda *_: lambda n: 0.3 if n == VLLM.token_budget else 0.0  # type: ignore[method-assign]
+        made._comparison._ours.extend([True] * 256)
+        assert not made._worth_trying()
+        made._comparison._ours.extend([False] * constants.FEW)
+        assert made._comparison.attained > 0.9 and made._worth_trying()
+
+
+@pytest.mark.parametrize("how", [{"pinned": {"token_budget": 1024}}, {"bounds": {"token_budget": (512, 8192)}}])
+def test_misses_teach_although_the_token_budget_may_not_be_as_low_as_is_wanted(how: dict[str, Any]) -> None:
+    """They lower ``max_batch_size``, which may."""
+    slo = SLO(ttft_ms=800, tpot_ms=30)
+    engine = SimulatedEngine(
+        lambda step: 6e-3 + 1.2e-3 * step.decodes + 2e-4 * step.prefill_tokens, knobs=VLLM, noise=0.02
+    )
+    engine.set_slo(slo)
+    made = PredictiveController(slo, VLLM)
+    with control(engine, slo=slo, controller=KnobsOnly(made), **how):
+        engine.play(poisson(10, 30, 200, 20, seed=2))
+    assert made._gain.value < 0.8 and engine.knobs.max_batch_size < 15
+
+
+def test_late_requests_count_where_an_e2e_target_is_all_there_is() -> None:
+    slo = SLO(e2e_ms=740)
+    engine = SimulatedEngine(slow_prompts, knobs=VLLM)
+    made = PredictiveController(slo, VLLM)
+    with control(engine, slo=slo, controller=KnobsOnly(made)):
+        engine.play(poisson(40, 10, 72, 13, seed=1))
+    assert made._gain.keeps
+
+
+def test_a_token_budget_that_bounds_the_sequences_is_raised() -> None:
+    """Prompts of one token: such steps are short of slots, of which there are no more than tokens."""
+    engine = SimulatedEngine(slow_prompts, knobs=VLLM, noise=0.02)
+    engine.set_slo(COLD)
+    with control(engine, slo=COLD, controller=KnobsOnly(PredictiveController(COLD, VLLM))) as attached:
+        engine.play(poisson(6, 15, 72, 13, seed=1) + poisson(30, 10, 1, 100, seed=2, start=15))
+        set_to = [d.new["token_budget"] for d in attached.decisions if 10 < d.at < 25]
+    assert min(set_to) < 48 and max(set_to) > 60
+
+
+def test_steps_with_budgets_of_their_own_may_hold_64_tokens() -> None:
+    slo = SLO(ttft_ms=1000, tpot_ms=25)
+    engine = SimulatedEngine(lambda step: 0.015 + 1e-3 * (step.decodes + step.prefill_tokens), knobs=VLLM)
+    with control(engine, slo=slo) as attached:
+        engine.play(poisson(5, 10, 72, 13, seed=1))
+        assert min(d.new["token_budget"] for d in attached.decisions) == 64
 
 
 def test_an_untrusted_model_leaves_the_starting_knobs() -> None:

@@ -83,7 +83,7 @@ WORTHWHILE = 1024  # prompt tokens: smaller steps are not cut for that
 
 # Chosen on benchmarks.controller_live in virtual time, knobs alone, seeds 500 to 505, all scenarios in sight.
 
-LEAST_BUDGET = 32  # tokens of a step: the lowest ceiling
+LEAST_BUDGET = 32  # tokens of a step: the lowest ceiling of knobs alone
 FAR = 0.5  # of the token budget in force: while one as low is wanted, what is served is no witness of the target
 
 # Chosen with the same in sight, and on the adversaries full-cpu, full-cpu-best and stalls-cpu-best, seeds 1 to 4.
@@ -96,7 +96,7 @@ FIRST = 256  # prompt tokens of the first step beside decodes, before anything i
 WINDOW = 256  # requests, and steps, that statistics are of
 MEMORY = 0.02  # weight of the newest step in shares and means
 SAMPLE = 16  # lengths that stand for all of the latest ones
-FLOOR = 64  # prompt tokens that a step may always hold, and slots that need no proof
+FLOOR = 64  # prompt tokens that a step with a budget of its own may always hold, and slots that need no proof
 NEAR = 1.1  # of what a ceiling should be: one in force that is no higher stays
 REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 BINDS = 0.01  # share of steps from which on a limit binds

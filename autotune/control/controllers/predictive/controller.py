@@ -95,10 +95,11 @@ class PredictiveController:
         self._steps = StepBudget(self._learned, self._traffic, self._targets, self._gain, tile)
         self._most = 65536  # sequences at once that met the target, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
+        self._in_force, self._moved = 0, -math.inf  # the one in force then, and since when
         self._beyond = False  # whether steps exceed the target to carry the load
         self._full = 8192  # tokens of a step that meets the target, as of the last decision
         self._decided = math.inf  # when it last did
-        # Requests that came before teach nothing of the SLO in force; inf: nothing was decided for it yet.
+        # Requests that came before teach nothing of the SLO in force, or of the target; inf: nothing was decided for it yet.
         self._judged_from = -math.inf
 
     @property
@@ -154,7 +155,11 @@ class PredictiveController:
     def _feed_back(self, record: RequestRecord) -> None:
         """Move the gain by what became of a completed request."""
         slo, targets = self._targets.of(record.request_class), self._targets.targets(record.request_class)
-        if slo is None or targets is None or record.tpot is None or record.arrival < self._judged_from:
+        if slo is None or targets is None:
+            return
+        if record.ttft is not None and 1e3 * record.ttft > min(targets.ttft, targets.e2e):
+            self._gain.served_late()
+        if record.tpot is None or record.arrival < self._judged_from:
             return
         gaps = not self._budgeted and targets.itl < math.inf  # nothing else holds a single step then
         if not (targets.tpot < math.inf or gaps):
@@ -249,12 +254,12 @@ class PredictiveController:
             attains = self._attains(decodes, target, requests)
             known, start = attains(self._ceiling), attains(self.start.token_budget)
             attained = (
-                self._comparison.attained if known else 0.0
-            )  # with a queue that grows without end it does not last
-            if start > max(attained, known) + constants.BETTER:
-                return True
+                self._comparison.attained if known else self._comparison.lately
+            )  # with such a queue it does not last
             if start < attained - constants.WORSE:
                 return False
+            if start > max(attained, known) + constants.BETTER:
+                return True
         target /= self._learned.bias
         usual = self._step_of(decodes, decodes + int(self._demand.per_second * target))
         soon = self._traffic.outputs.mean * target <= constants.DECODING_S
@@ -308,9 +313,13 @@ class PredictiveController:
                 budget = self._ceiling_in_tiles(max(budget, room), knobs.token_budget, limits.token_budget)
         elif budget < limits.token_budget:
             budget = whole_tiles(budget, decodes, self._steps.tile)
-        least = self.start.token_budget if self._unsteady else constants.LEAST_BUDGET
+        least = constants.FLOOR if self._budgeted or targets.step == math.inf else constants.LEAST_BUDGET
+        least = self.start.token_budget if self._unsteady else least
         budget = min(limits.token_budget, max(least, batch if self._budgeted else 0, budget))
-        if not self._budgeted and budget < constants.FAR * knobs.token_budget:
+        if self._comparison.at_start or knobs.token_budget != self._in_force:
+            self._in_force, self._moved = knobs.token_budget, now
+        on_its_way = now - self._moved <= constants.SETTLE_S  # and is not pinned
+        if not self._budgeted and on_its_way and budget < constants.FAR * knobs.token_budget:
             self._judged_from = now  # who comes until then decodes in steps that are longer than wanted
         chunk = min(limits.chunk_size, budget)
         why = self._why(budget, batch, limits.token_budget, _ms(target))
@@ -319,7 +328,10 @@ class PredictiveController:
             if cut < chunk:
                 slots = f"{slots}; chunks of {cut}: longer ones of prompts that have time hold up others"
             chunk = cut
-        if traffic.tokens_bound < constants.BINDS:
+        bound = traffic.tokens_bound
+        if knobs.token_budget < knobs.max_batch_size:  # no more sequences than tokens
+            bound = max(bound, traffic.slots_bound)
+        if bound < constants.BINDS:
             if budget > knobs.token_budget:
                 budget, why = knobs.token_budget, "token_budget does not bind: not raised"
             chunk = min(chunk, knobs.chunk_size)

@@ -52,6 +52,10 @@ class FeedbackGain:
         """A request has left the queue unserved because it was late."""
         self._stayed, self._left = 0, True
 
+    def served_late(self) -> None:
+        """A request has been served although its first token was late."""
+        self._stayed += 1
+
     @property
     def sheds(self) -> bool:
         """Whether late requests leave the queue, by the latest of them."""
@@ -59,7 +63,7 @@ class FeedbackGain:
 
     @property
     def keeps(self) -> bool:
-        """Whether late requests are served all the same, by the latest of them."""
+        """Whether late requests are served all the same: the latest, or some while none has left."""
         return self._stayed >= (constants.WINDOW if self._left else constants.FEW)
 
     def rest(self, seconds: float) -> None:
@@ -71,14 +75,12 @@ class FeedbackGain:
         """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget. ``worth``: the
         share of misses that costs what shorter steps would, see :func:`worth_missing`."""
         least, most = constants.MISSED
-        self._stayed += late
         late &= self.value < 1 or relief > constants.HELPS
         by = 1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, min(max(worth, least), most)))
         self._move(by, 1.0 if self.sheds else constants.GAIN[1])
 
     def unbudgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, relief: float) -> None:
         """The same while knobs alone held."""
-        self._stayed += late
         self._move(-1.0 if slow else relief if late else self._back(loaded, max(1 - attainment, constants.MISSED[0])))
 
     def _back(self, loaded: bool, by: float) -> float:

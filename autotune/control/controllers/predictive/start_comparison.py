@@ -91,6 +91,11 @@ class StartComparison:
         return share(self._ours)
 
     @property
+    def lately(self) -> float:
+        """The same of the latest ``FEW``."""
+        return share(deque(self._ours, constants.FEW))
+
+    @property
     def said(self) -> str:
         """The shares, in words."""
         if not self._ours:
