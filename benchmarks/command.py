@@ -39,12 +39,12 @@ def exit_code(interrupted: str = "interrupted") -> Callable[[Callable[P, int | N
             except InputError as error:
                 say(f"error: {error}")
                 return BAD_INPUT
-            except Interrupted:
-                say("stopped before anything was measured")
-                return INTERRUPTED
             except EvaluationError as error:
                 say(f"error: {error}")
                 return 1
+            except Interrupted:
+                say("stopped before anything was measured")
+                return INTERRUPTED
             except KeyboardInterrupt:
                 say(interrupted)
                 return INTERRUPTED
