@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Final, ParamSpec
 
-from autotune.measure.evaluate import EvaluationError, Interrupted
 from runtime.errors import InputError
 
 BAD_INPUT: Final = 2
@@ -26,9 +25,8 @@ def command(name: str, about: str | None) -> argparse.ArgumentParser:
 def exit_code(interrupted: str = "interrupted") -> Callable[[Callable[P, int | None]], Callable[P, int]]:
     """Decorates a benchmark's ``main``, which then returns the exit code of its process.
 
-    0, or what ``main`` itself returns; 2 after an :class:`InputError`, 1 after an :class:`EvaluationError`, which are printed on
-    stderr; 130 after Ctrl-C, which is answered with the line ``interrupted``, and after an :class:`Interrupted`, for what is to
-    be measured before anything else.
+    0, or what ``main`` itself returns; 2 after an :class:`InputError`, which is printed on stderr; 130 after Ctrl-C, which is
+    answered with the line ``interrupted``.
     """
 
     def decorate(main: Callable[P, int | None]) -> Callable[P, int]:
@@ -39,12 +37,6 @@ def exit_code(interrupted: str = "interrupted") -> Callable[[Callable[P, int | N
             except InputError as error:
                 say(f"error: {error}")
                 return BAD_INPUT
-            except EvaluationError as error:
-                say(f"error: {error}")
-                return 1
-            except Interrupted:
-                say("stopped before anything was measured")
-                return INTERRUPTED
             except KeyboardInterrupt:
                 say(interrupted)
                 return INTERRUPTED

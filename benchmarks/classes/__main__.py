@@ -89,6 +89,7 @@ def _virtual(args: argparse.Namespace) -> int:
 
 def _live(args: argparse.Namespace) -> int:
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.measure.evaluate import EvaluationError, Interrupted
     from benchmarks.classes.live import FULL, QUICK, STARTED_WITH, Rounds, load_of, rows
     from benchmarks.controller_live.machine import live
 
@@ -102,7 +103,14 @@ def _live(args: argparse.Namespace) -> int:
             wall_clock=args.wall_clock, undisturbed=args.undisturbed, classes=STARTED_WITH, admission=False
         ) as machine,
     ):
-        load = load_of(machine, plan, args.seed, stop.is_set)
+        try:
+            load = load_of(machine, plan, args.seed, stop.is_set)
+        except Interrupted:
+            say("stopped before anything was measured")
+            return INTERRUPTED
+        except EvaluationError as error:
+            say(f"error: {error}")
+            return 1
         slos = ", ".join(f"{one.name} {one.slo}" for one in load.classes)
         print(f"tiny on one CPU thread: at most {load.most.chat:.1f} chats/s, or {load.most.batch:.0f} batch tokens/s")
         print(f"{load.said}; {slos}", flush=True)

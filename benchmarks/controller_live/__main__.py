@@ -38,9 +38,10 @@ from typing import NamedTuple
 from autotune.bench import Contender, Result, defaults, fixed
 from autotune.bench.plotting import check
 from autotune.cost.model import CostModel
+from autotune.measure.evaluate import Interrupted
 from autotune.profiling.setup import LOAD, typical_step
 from autotune.writing import write_whole
-from benchmarks.command import INTERRUPTED, command, exit_code, say, seconds, share
+from benchmarks.command import command, exit_code, say, seconds, share
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.cases import SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.machine import live, simulated, slowdown
@@ -54,6 +55,8 @@ from benchmarks.live.screening import GRID, Screened, Simulation, expected, scre
 from benchmarks.live.serving import Contest, say_failed, say_turn
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
+
+INTERRUPTED = 130
 
 
 class Plan(NamedTuple):
@@ -131,10 +134,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             everywhere += _chosen(layers(machine.engine.limits), args.contender)
         elif args.knobs_only:
             everywhere.append(ours_knobs_only(machine.engine.limits))
-        cost, slower = _learn(machine, plan, args.seed, stop.is_set)
-        simulation = partial(simulated, cost, machine.facts, slower)
-        held = (fixed, admitted) if args.layers or args.admission else (fixed,)
-        loads = prepare(machine, simulation, cost, slower, plan, everywhere, args.case, args.load, held=held)
+        try:
+            cost, slower = _learn(machine, plan, args.seed, stop.is_set)
+            simulation = partial(simulated, cost, machine.facts, slower)
+            held = (fixed, admitted) if args.layers or args.admission else (fixed,)
+            loads = prepare(machine, simulation, cost, slower, plan, everywhere, args.case, args.load, held=held)
+        except Interrupted:
+            say("stopped before anything was measured")
+            return INTERRUPTED
         statics = {name: [s.contender for s in found] for name, found in loads.screened.items()}
         contest = Contest(
             simulation(args.seed) if args.simulated else machine, loads.cases, everywhere, statics, plan.keep, seed=args.seed,

@@ -54,7 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from autotune.cli.interrupt import stop_on_interrupt
 
     with stop_on_interrupt() as stop, live(args.model) if args.live else nullcontext(simulated()) as world:
-        load = load_of(world, stop.is_set)
+        try:
+            load = load_of(world, stop.is_set)
+        except Interrupted:
+            say("stopped before anything was measured")
+            return INTERRUPTED
+        except EvaluationError as error:
+            say(f"error: {error}")
+            return 1
         slos = ", ".join(f"{name} {load.slos[name]}" for name in ("chat", "batch"))
         print(f"{world.name}\ncapacity {load.capacity:.2f} requests/s; {slos}")
         print(f"seeds {seeds[0]} to {seeds[-1]}, {window:g} s of arrivals behind {_WARM_UP * window:g} s", flush=True)

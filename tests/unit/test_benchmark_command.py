@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune.measure.evaluate import EvaluationError, Interrupted
 from benchmarks import embeddings, engine, padding, simulator
 from benchmarks.command import exit_code
 from benchmarks.overhead import __main__ as overhead
@@ -42,24 +41,6 @@ def test_ctrl_c_says_what_is_left_and_is_130(capsys: pytest.CaptureFixture[str])
 
     assert main() == 130
     assert capsys.readouterr().err == "interrupted; nothing was written\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (EvaluationError("no request completed"), 1, "error: no request completed\n"),
-        (Interrupted("interrupted"), 130, "stopped before anything was measured\n"),
-    ],
-)
-def test_what_is_measured_before_anything_else_may_fail_or_be_stopped(
-    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    @exit_code()
-    def main() -> None:
-        raise error
-
-    assert main() == code
-    assert capsys.readouterr().err == said
 
 
 def test_any_other_error_is_a_defect_and_keeps_its_traceback() -> None:
