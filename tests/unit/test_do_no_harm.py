@@ -207,6 +207,17 @@ class TestStartComparison:
             self.serve(made, 10, 100, ours)
             assert made.holds(10.0, worth) is tried
 
+    @pytest.mark.parametrize(("left", "known"), [(0.5, False), (5.0, True)])
+    def test_of_a_start_that_was_left_at_once_nothing_is_known(self, left: float, known: bool) -> None:
+        """Its first requests came to an empty engine, and the shortest answers ended: here 20 of which none was in time."""
+        made = StartComparison()
+        made.decided(0.0, True)
+        for _ in range(20):
+            made.saw(0.1, False)
+        made.decided(left, False)
+        self.serve(made, 70, 200, 0.5)
+        assert made.holds(20.0, worth_trying=True) is not known
+
     @pytest.mark.parametrize(
         ("ours", "now", "tried"), [(0.0, 10.0, True), (0.0, 9.0, False), (0.04, 10.0, True), (0.1, 10.0, False)]
     )
@@ -354,6 +365,7 @@ class TestController:
     def holding(self) -> PredictiveController:
         made = PredictiveController(SLO(ttft_ms=500, tpot_ms=50), KNOBS)
         made.budgets_apply(False)
+        made._comparison.decided(0.0, True)
         TestStartComparison().serve(made._comparison, 0, 100, 0.95)
         made._comparison.decided(10.0, False)
         TestStartComparison().serve(made._comparison, 100, 200, 0.5)

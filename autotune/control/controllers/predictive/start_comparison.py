@@ -27,7 +27,7 @@ from autotune.control.controllers.predictive import constants
 class StartComparison:
     """See the module."""
 
-    __slots__ = ("_holds", "_known_until", "_ours", "_pause", "_since", "_starts", "_until", "at_start")
+    __slots__ = ("_begun", "_holds", "_known_until", "_ours", "_pause", "_since", "_starts", "_until", "at_start")
 
     def __init__(self) -> None:
         self._starts: deque[bool] = deque(
@@ -37,6 +37,7 @@ class StartComparison:
         self.at_start = True
         """Whether the starting knobs were decided on last."""
         self._since = -math.inf  # when the knobs in force came
+        self._begun = math.inf  # the first decision
         self._holds = False
         self._pause, self._until, self._known_until = constants.PAUSE_S, -math.inf, math.inf
 
@@ -80,7 +81,10 @@ class StartComparison:
 
     def decided(self, now: float, at_start: bool) -> None:
         """From now on the starting knobs are in force, or others."""
+        self._begun = min(self._begun, now)
         if at_start != self.at_start:
+            if self._since == -math.inf and now - self._begun < constants.SHORT_S:
+                self._starts.clear()  # of an engine that was empty, where the shortest answers end first
             self.at_start, self._since = at_start, now
             if not at_start:
                 self._ours.clear()
