@@ -59,6 +59,9 @@ class NoGain:
     def shed(self) -> None:
         pass
 
+    def served_late(self) -> None:
+        pass
+
     def rest(self, seconds: float) -> None:
         pass
 
@@ -72,7 +75,7 @@ class NoGain:
 class NoComparison:
     """In the place of :class:`~autotune.control.controllers.predictive.start_comparison.StartComparison`."""
 
-    said, at_start, attained = "", False, 0.0
+    said, at_start, attained, lately = "", False, 0.0, 0.0
 
     def saw(self, *_: Any) -> None:
         pass
