@@ -41,7 +41,7 @@ from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.profiling.setup import LOAD, typical_step
 from autotune.writing import write_whole
-from benchmarks.command import command, exit_code, say, seconds, share
+from benchmarks.command import INTERRUPTED, command, exit_code, say, seconds, share
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.cases import SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.machine import live, simulated, slowdown
@@ -55,8 +55,6 @@ from benchmarks.live.screening import GRID, Screened, Simulation, expected, scre
 from benchmarks.live.serving import Contest, say_failed, say_turn
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
-
-INTERRUPTED = 130
 
 
 class Plan(NamedTuple):

@@ -8,10 +8,10 @@ actual/predicted and τ the TPOT target:
   ever seen (at least 64), or than stay below a slow region (:mod:`.trusted_model`). What
   D decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
-- ``token_budget``: D plus the P that a step of 2τ holds, in whole tiles (at least 32, a token for each slot, and prompts that
+- ``token_budget``: D plus the P that a step of 2τ holds, in whole tiles (at least 64, a token for each slot, and prompts that
   had better come together), a ceiling for the per-step budget. Where the engine asks for no such budget
   (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what fits τ, or what carries the load
-  (:mod:`.step_size`);
+  (:mod:`.step_size`), at least 32;
 - ``chunk_size``: the whole budget; where knobs are all there is, less if long prompts that have time would hold up those that
   have none (:class:`.step_size.Chunks`);
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing;
@@ -253,9 +253,8 @@ class PredictiveController:
         if alike and requests.rate > 0 and self._targets.gap == math.inf:
             attains = self._attains(decodes, target, requests)
             known, start = attains(self._ceiling), attains(self.start.token_budget)
-            attained = (
-                self._comparison.attained if known else self._comparison.lately
-            )  # with such a queue it does not last
+            # Where none will be in time in the end, what was attained does not last.
+            attained = self._comparison.attained if known else self._comparison.lately
             if start < attained - constants.WORSE:
                 return False
             if start > max(attained, known) + constants.BETTER:
