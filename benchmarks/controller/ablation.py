@@ -156,7 +156,7 @@ def _no_first_steps(it: Any) -> None:
 
 
 def _no_trial(it: Any) -> None:
-    it._worth_trying = _always(False)
+    it._tried_below = _always(constants.HOPELESS)
 
 
 def _no_attainment_model(it: Any) -> None:

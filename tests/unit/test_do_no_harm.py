@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from autotune.control.controllers.predictive.constants import LONGEST_PAUSE_S, OURS, PAUSE_S
+from autotune.control.controllers.predictive.constants import DOUBTED, GOOD, HOPELESS, LONGEST_PAUSE_S, OURS, PAUSE_S
 from autotune.control.controllers.predictive.controller import PredictiveController
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from benchmarks.controller import adversaries
@@ -99,7 +99,7 @@ def test_so_they_do_on_seeds_that_nothing_was_tuned_on_but_for_chance(name: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full-cpu", "full-cpu-best", "stalls-cpu-best"])
 def test_without_the_comparison_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StartComparison, "holds", lambda self, now, worth_trying: False)
+    monkeypatch.setattr(StartComparison, "holds", lambda self, now, tried_below: False)
     assert below(least(name, UNTUNED))
 
 
@@ -189,23 +189,23 @@ class TestStartComparison:
             made.saw(i / 10, (i * 37 % 100) < 100 * share)
 
     def test_the_start_comes_back_when_it_served_better_and_not_by_chance(self) -> None:
-        assert self.compared(0.9, 0.5).holds(20.0, False)
-        assert not self.compared(0.9, 0.88).holds(20.0, False)
-        assert not self.compared(0.5, 0.9).holds(20.0, False)
+        assert self.compared(0.9, 0.5).holds(20.0, HOPELESS)
+        assert not self.compared(0.9, 0.88).holds(20.0, HOPELESS)
+        assert not self.compared(0.5, 0.9).holds(20.0, HOPELESS)
 
     def test_requests_that_came_before_the_change_or_just_after_it_do_not_count(self) -> None:
         made = self.compared(0.9, 0.9)
         for _ in range(100):
             made.saw(9.0, False)
             made.saw(10.5, False)
-        assert not made.holds(20.0, False)
+        assert not made.holds(20.0, HOPELESS)
 
     def test_an_unknown_start_is_tried_only_where_that_is_worth_it_and_requests_miss_their_targets(self) -> None:
-        for ours, worth, tried in ((0.5, True, True), (0.5, False, False), (0.95, True, False)):
+        for ours, below, tried in ((0.5, GOOD, True), (0.5, HOPELESS, False), (0.95, GOOD, False)):
             made = StartComparison()
             made.decided(0.0, False)
             self.serve(made, 10, 100, ours)
-            assert made.holds(10.0, worth) is tried
+            assert made.holds(10.0, below) is tried
 
     @pytest.mark.parametrize(("left", "known"), [(0.5, False), (5.0, True)])
     def test_of_a_start_that_was_left_at_once_nothing_is_known(self, left: float, known: bool) -> None:
@@ -216,18 +216,27 @@ class TestStartComparison:
             made.saw(0.1, False)
         made.decided(left, False)
         self.serve(made, 70, 200, 0.5)
-        assert made.holds(20.0, worth_trying=True) is not known
+        assert made.holds(20.0, GOOD) is not known
 
     @pytest.mark.parametrize(
-        ("ours", "now", "tried"), [(0.0, 10.0, True), (0.0, 9.0, False), (0.04, 10.0, True), (0.1, 10.0, False)]
+        ("ours", "below", "now", "tried"),
+        [
+            (0.0, HOPELESS, 10.0, True),
+            (0.0, HOPELESS, 9.0, False),
+            (0.04, HOPELESS, 10.0, True),
+            (0.1, HOPELESS, 10.0, False),
+            (0.4, DOUBTED, 10.0, True),
+            (0.4, DOUBTED, 9.0, False),
+            (0.6, DOUBTED, 10.0, False),
+        ],
     )
-    def test_where_hardly_any_request_is_in_time_for_long_the_start_is_tried_whatever_is_predicted(
-        self, ours: float, now: float, tried: bool
+    def test_where_few_requests_are_in_time_for_long_the_start_is_tried_though_no_better_is_predicted(
+        self, ours: float, below: float, now: float, tried: bool
     ) -> None:
         made = StartComparison()
         made.decided(0.0, False)
         self.serve(made, 10, 100, ours)
-        assert made.holds(now, False) is tried
+        assert made.holds(now, below) is tried
 
     @pytest.mark.parametrize(("start", "left"), [(0.7, False), (0.02, True)])
     def test_a_start_tried_against_what_is_predicted_has_ten_seconds_to_serve_most(
@@ -236,56 +245,83 @@ class TestStartComparison:
         made = StartComparison()
         made.decided(0.0, False)
         self.serve(made, 10, 100, 0.0)
-        assert made.holds(10.0, False)
+        assert made.holds(10.0, HOPELESS)
         made.decided(10.0, True)
         self.serve(made, 110, 205, start)
-        assert made.holds(19.0, False)
-        assert made.holds(20.5, False) is not left
+        assert made.holds(19.0, HOPELESS)
+        assert made.holds(20.5, HOPELESS) is not left
+
+    @pytest.mark.parametrize(("at", "left"), [(2.6, False), (6.0, True)])
+    def test_what_an_empty_engine_served_does_not_condemn_the_start_within_seconds(self, at: float, left: bool) -> None:
+        """Knobs that were left within four seconds of the first decision served 80%, the start 35% in four seconds."""
+        made = StartComparison()
+        made.decided(0.0, False)
+        self.serve(made, 10, 60, 0.8)
+        assert made.holds(at, GOOD)
+        made.decided(at, True)
+        self.serve(made, int(10 * at) + 11, int(10 * at) + 43, 0.35)
+        assert made.holds(at + 4.5, HOPELESS) is not left
+
+    def test_requests_that_wait_for_what_a_start_that_lost_could_not_serve_do_not_bring_it_back(self) -> None:
+        """It held for eight seconds, so those of the next eight do not count; later ones do."""
+        made = self.compared(0.5, 0.0)
+        assert made.holds(20.0, HOPELESS)
+        made.decided(20.0, True)
+        made._ours.clear()
+        made._ours.extend([True] * OURS)
+        for _ in range(20):
+            self.serve(made, 210, 280, 0.2)
+        assert not made.holds(28.0, HOPELESS)
+        made.decided(28.0, False)
+        self.serve(made, 290, 359, 0.0)
+        assert not made.holds(36.0, HOPELESS)
+        self.serve(made, 361, 400, 0.0)
+        assert made.holds(40.0, HOPELESS)
 
     def test_a_start_that_turns_out_worse_is_left_again_and_a_good_one_is_not(self) -> None:
         for share, left in ((0.2, True), (1.0, False)):
             made = self.compared(0.95, 0.6)
-            assert made.holds(20.0, False)
+            assert made.holds(20.0, HOPELESS)
             made.decided(20.0, True)
             for _ in range(20):
                 self.serve(made, 212, 260, share)
-            assert made.holds(26.0, False) is not left
-            assert made.holds(100.0, False) is not left
+            assert made.holds(26.0, HOPELESS) is not left
+            assert made.holds(100.0, HOPELESS) is not left
 
     def test_after_a_pause_others_get_another_chance_if_the_start_serves_no_better_now_and_the_pause_doubles(
         self,
     ) -> None:
         made = self.compared(0.8, 0.4)
-        assert made.holds(20.0, False)
+        assert made.holds(20.0, HOPELESS)
         made.decided(20.0, True)
         for _ in range(3):  # so that what it served before counts for little
             self.serve(made, 210, 790, 0.4)
-        assert made.holds(20.0 + PAUSE_S - 1, False)
+        assert made.holds(20.0 + PAUSE_S - 1, HOPELESS)
         again = 20.0 + PAUSE_S + 1
-        assert not made.holds(again, False)
+        assert not made.holds(again, HOPELESS)
         made.decided(again, False)
         self.serve(made, int(10 * again) + 10, int(10 * again) + 50, 0.1)
         back = again + 5
-        assert made.holds(back, False)
+        assert made.holds(back, HOPELESS)
         made.decided(back, True)
         for _ in range(3):
             self.serve(made, int(10 * back) + 10, int(10 * (back + 2 * PAUSE_S)), 0.1)
-        assert made.holds(back + 2 * PAUSE_S - 1, False)
-        assert not made.holds(back + 2 * PAUSE_S + 1, False)
+        assert made.holds(back + 2 * PAUSE_S - 1, HOPELESS)
+        assert not made.holds(back + 2 * PAUSE_S + 1, HOPELESS)
 
     def test_a_start_that_still_serves_better_than_others_did_is_not_left_before_long(self) -> None:
         made = self.compared(0.95, 0.6)
-        assert made.holds(20.0, False)
+        assert made.holds(20.0, HOPELESS)
         made.decided(20.0, True)
         self.serve(made, 210, 790, 0.95)
         for later in (PAUSE_S + 1, 4 * PAUSE_S, LONGEST_PAUSE_S - 1):
-            assert made.holds(20.0 + later, False)
-        assert not made.holds(20.0 + LONGEST_PAUSE_S + 1, False)
+            assert made.holds(20.0 + later, HOPELESS)
+        assert not made.holds(20.0 + LONGEST_PAUSE_S + 1, HOPELESS)
 
     def held(self, start: float, ours: float) -> StartComparison:
         """The starting knobs hold since 20 s, as they served better."""
         made = self.compared(start, ours)
-        assert made.holds(20.0, False)
+        assert made.holds(20.0, HOPELESS)
         made.decided(20.0, True)
         return made
 
@@ -295,8 +331,8 @@ class TestStartComparison:
     ) -> None:
         made = self.held(start, 0.3)
         self.serve(made, 210, 210 + OURS, now)  # whatever it served before that
-        assert made.holds(20.0 + PAUSE_S - 1, False)
-        assert not made.holds(20.0 + PAUSE_S + 1, False)
+        assert made.holds(20.0 + PAUSE_S - 1, HOPELESS)
+        assert not made.holds(20.0 + PAUSE_S + 1, HOPELESS)
 
     @pytest.mark.parametrize(("now", "stays"), [(0.8, False), (0.84, True)])
     def test_a_good_start_is_left_after_the_pause_unless_others_served_worse_by_chance_or_not(
@@ -305,15 +341,15 @@ class TestStartComparison:
         """0.840 and 0.871 of the requests so far, the others 0.856."""
         made = self.held(0.95, 0.85)
         self.serve(made, 210, 210 + OURS, now)
-        assert made.holds(20.0 + PAUSE_S - 1, False)
-        assert made.holds(20.0 + PAUSE_S + 1, False) is stays
+        assert made.holds(20.0 + PAUSE_S - 1, HOPELESS)
+        assert made.holds(20.0 + PAUSE_S + 1, HOPELESS) is stays
 
     @pytest.mark.parametrize(("now", "stays"), [(0.45, False), (0.55, True)])
     def test_a_start_that_serves_six_in_ten_is_a_good_one(self, now: float, stays: bool) -> None:
         made = self.held(0.95, 0.3)
         self.serve(made, 210, 210 + OURS, now)
         assert sum(made._starts) / len(made._starts) == pytest.approx(0.59 if now < 0.5 else 0.66, abs=0.01)
-        assert made.holds(20.0 + PAUSE_S + 1, False) is stays
+        assert made.holds(20.0 + PAUSE_S + 1, HOPELESS) is stays
 
     @pytest.mark.parametrize(("share", "stays"), [(1.0, True), (0.85, False), (0.5, False)])
     def test_new_targets_leave_a_start_that_holds_in_force_until_requests_tell(self, share: float, stays: bool) -> None:
@@ -321,32 +357,32 @@ class TestStartComparison:
         made.forget()
         for _ in range(10):
             made.saw(22.0, False)  # before the next decision: they came under the old ones
-        assert made.holds(22.0, False) and made.at_start
+        assert made.holds(22.0, HOPELESS) and made.at_start
         assert made.said == "nothing is known of other knobs any more: the starting knobs stay"
         self.serve(made, 235, 310, share)
-        assert made.holds(31.0, False), "too soon to tell"
-        assert made.holds(33.0, False) is stays
+        assert made.holds(31.0, HOPELESS), "too soon to tell"
+        assert made.holds(33.0, HOPELESS) is stays
 
     def test_new_targets_do_not_bring_a_start_back_that_is_not_in_force(self) -> None:
         made = self.compared(0.9, 0.5)  # it would come back
         made.forget()
-        assert not made.holds(21.0, False)
+        assert not made.holds(21.0, HOPELESS)
         self.serve(made, 225, 390, 0.5)
-        assert not made.holds(40.0, False), "nothing is known of the start any more"
+        assert not made.holds(40.0, HOPELESS), "nothing is known of the start any more"
 
     def test_the_pause_begins_anew_with_new_targets(self) -> None:
         made = self.held(0.8, 0.4)
         made.forget()
-        assert made.holds(22.0, False)
+        assert made.holds(22.0, HOPELESS)
         self.serve(made, 235, 310, 0.5)
-        assert not made.holds(33.0, False)
+        assert not made.holds(33.0, HOPELESS)
         made.decided(33.0, False)
         self.serve(made, 345, 400, 0.1)
-        assert made.holds(40.0, False)
+        assert made.holds(40.0, HOPELESS)
         made.decided(40.0, True)
         self.serve(made, 412, 412 + OURS, 0.4)
-        assert made.holds(40.0 + PAUSE_S - 1, False)
-        assert not made.holds(40.0 + PAUSE_S + 1, False)
+        assert made.holds(40.0 + PAUSE_S - 1, HOPELESS)
+        assert not made.holds(40.0 + PAUSE_S + 1, HOPELESS)
 
     def test_what_it_says(self) -> None:
         assert (
@@ -355,7 +391,7 @@ class TestStartComparison:
         made = StartComparison()
         made.decided(0.0, False)
         self.serve(made, 10, 110, 0.5)
-        assert made.holds(11.0, True)
+        assert made.holds(11.0, GOOD)
         assert made.said == "50% of requests met their targets: trying the starting knobs"
 
 

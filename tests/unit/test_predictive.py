@@ -145,7 +145,26 @@ def test_the_start_is_not_tried_where_the_model_says_clearly_less_of_it_than_was
         engine.play(poisson(22, 10, 72, 13, seed=1))
         made._comparison._ours.extend([True, True, True, True, False] * 100)
         made._attains = lambda *_: lambda n: start if n == VLLM.token_budget else 0.8  # type: ignore[method-assign]
-        assert made._worth_trying() is tried
+        assert (made._tried_below() == constants.GOOD) is tried
+
+
+@pytest.mark.parametrize(
+    ("start", "known", "below"),
+    [(0.4, 0.5, "DOUBTED"), (0.33, 0.5, "HOPELESS"), (0.9, 0.95, "HOPELESS"), (0.2, 0.3, "HOPELESS")],
+)
+def test_where_the_model_has_requests_miss_under_either_the_start_is_tried_when_half_do(
+    start: float, known: float, below: str
+) -> None:
+    """40% were in time: it says little less of the start than of the knobs in force; clearly less; that the load has gone; and
+    clearly less than was in time."""
+    engine = SimulatedEngine(slow_prompts, knobs=VLLM)
+    made = PredictiveController(COLD, VLLM)
+    with control(engine, slo=COLD, controller=KnobsOnly(made)):
+        engine.play(poisson(22, 10, 72, 13, seed=1))
+        made._comparison._ours.extend([True, True, False, False, False] * 100)
+        made._learned.bias = 100.0  # so that steps of the start exceed the target
+        made._attains = lambda *_: lambda n: start if n == VLLM.token_budget else known  # type: ignore[method-assign]
+        assert made._tried_below() == getattr(constants, below)
 
 
 def test_where_nobody_will_be_in_time_only_the_latest_speak_against_the_start() -> None:
@@ -155,9 +174,9 @@ def test_where_nobody_will_be_in_time_only_the_latest_speak_against_the_start() 
         engine.play(poisson(22, 10, 72, 13, seed=1))
         made._attains = lambda *_: lambda n: 0.3 if n == VLLM.token_budget else 0.0  # type: ignore[method-assign]
         made._comparison._ours.extend([True] * 256)
-        assert not made._worth_trying()
+        assert made._tried_below() == constants.HOPELESS
         made._comparison._ours.extend([False] * constants.FEW)
-        assert made._comparison.attained > 0.9 and made._worth_trying()
+        assert made._comparison.attained > 0.9 and made._tried_below() == constants.GOOD
 
 
 @pytest.mark.parametrize("how", [{"pinned": {"token_budget": 1024}}, {"bounds": {"token_budget": (512, 8192)}}])

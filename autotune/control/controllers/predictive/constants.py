@@ -39,10 +39,12 @@ PAUSE_S, LONGEST_PAUSE_S = 30.0, 480.0
 HELPS = 0.25  # how much cheaper larger steps are, from which on smaller ones may cost goodput
 DECODING_S = 0.5  # of decoding, of which a few requests soon tell
 
-# Chosen on G1 to G3, G5, M8 to M10, M14, U2 and U3 with seeds 1 and 2, and on the adversaries: when the start is tried
+# Chosen on G1 to G3, G5, M8 to M10, M14, U2 and U3 with seeds 1 and 2 (DOUBTED: 3 to 10), and on the adversaries: when the
+# start is tried
 
 BETTER = 0.1  # how much larger a share of requests than was in time must be predicted for them
 HOPELESS = 0.05  # attainment below which they are tried, whatever is predicted (M9 with stalls, seeds 208 and 210)
+DOUBTED = 0.5  # and this, where it predicts about as many for them as for the knobs in force (full-cpu-best, seeds 211 to 228)
 USUAL_S = 20.0  # memory of the demand that this goes by
 
 # Chosen on made-up machines: noise, stalls, changes of speed, a slow region, a busy host.

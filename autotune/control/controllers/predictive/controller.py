@@ -212,7 +212,7 @@ class PredictiveController:
         if self._budgeted or self._observes:
             return proposal
         start = limits.clamp(self.start)
-        if self._comparison.holds(now, self._worth_trying()):
+        if self._comparison.holds(now, self._tried_below()):
             self.regime = "fallback"
             proposal = proposal._replace(
                 knobs=start, regime="fallback", cause=f"{self._comparison.said}; {proposal.cause}"
@@ -236,18 +236,20 @@ class PredictiveController:
         count, why = drafting.choose(now, limits.draft_tokens, decodes, seconds)
         return proposal._replace(knobs=proposal.knobs.with_(draft_tokens=count), cause=f"{proposal.cause}; {why}")
 
-    def _worth_trying(self) -> bool:
-        """Whether the starting token budget may do better than requests have fared.
+    def _tried_below(self) -> float:
+        """The share of requests in time below which the starting knobs are to be tried, where nothing is known of them.
 
-        By the model of attainment, where that says less of the budget in force; where that has done worse, there are bursts or
-        stalls that no model knows of. Then, unless the model says clearly less of the start than has been in time: if answers are
-        so short that a few requests soon tell, where larger steps are cheaper, and steps meet the target on average if each holds
-        the prompts that came during the one before.
+        ``GOOD`` where they may do better than requests have fared. By the model of attainment, where that says less of the budget
+        in force; where that has done worse, there are bursts or stalls that no model knows of. Then, unless the model says
+        clearly less of the start than has been in time: if answers are so short that a few requests soon tell, where larger steps
+        are cheaper, and steps meet the target on average if each holds the prompts that came during the one before. ``DOUBTED``
+        where the model has requests miss their targets under either, and about as many. Otherwise ``HOPELESS``.
         """
         requests = self._traffic.requests(self._usual.per_second)
         target = self.target / self._gain.value
+        below = constants.HOPELESS
         if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
-            return False
+            return below
         alike = len(set(self._targets.firsts.values())) == 1  # it knows of one TTFT, and of no chunks that classes need
         decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
         if alike and requests.rate > 0 and self._targets.gap == math.inf:
@@ -256,13 +258,15 @@ class PredictiveController:
             # Where none will be in time in the end, what was attained does not last.
             attained = self._comparison.attained if known else self._comparison.lately
             if start < attained - constants.WORSE:
-                return False
+                return below
             if start > max(attained, known) + constants.BETTER:
-                return True
+                return constants.GOOD
+            if known - constants.WORSE <= start and known < constants.GOOD:
+                below = constants.DOUBTED
         target /= self._learned.bias
         usual = self._step_of(decodes, decodes + int(self._demand.per_second * target))
         soon = self._traffic.outputs.mean * target <= constants.DECODING_S
-        return soon and self._relief > constants.HELPS and usual <= target
+        return constants.GOOD if soon and self._relief > constants.HELPS and usual <= target else below
 
     def _attains(self, decodes: int, target: float, requests: Requests) -> Callable[[int], float]:
         """The share of ``requests`` in time, by tokens of a step, ``decodes`` of them decodes. ``target``: s a token."""

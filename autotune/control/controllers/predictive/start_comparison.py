@@ -8,9 +8,9 @@ serve most requests in time (``KEPT``), and others served fewer, by chance or no
 what was seen worthless, not the knobs: starting knobs that hold do so for ``TRIAL_S`` more, and on while nearly all requests
 are in time (``FINE``).
 
-Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
-(``worth_trying``), or, for ``TRIAL_S``, where hardly any request (``HOPELESS``) has been in time for as long: what says then that
-it is not worth it may be wrong.
+Where it is not known how the starting knobs would do, and requests miss their targets, they are tried: at once where they are
+predicted to do better, and otherwise for ``TRIAL_S`` where few requests have been in time for as long (``tried_below``), for the
+prediction may be wrong.
 
 Units: seconds. Failure mode: a load that changes while either serves. Then the wrong one is tried for as long as ``FEW``
 requests take, or the starting knobs hold for up to ``LONGEST_PAUSE_S`` where others would serve better by now.
@@ -27,7 +27,9 @@ from autotune.control.controllers.predictive import constants
 class StartComparison:
     """See the module."""
 
-    __slots__ = ("_begun", "_holds", "_known_until", "_ours", "_pause", "_since", "_starts", "_until", "at_start")
+    __slots__ = (
+        "_begun", "_holds", "_known_until", "_lost", "_ours", "_pause", "_settle", "_since", "_starts", "_until", "at_start",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._starts: deque[bool] = deque(
@@ -40,21 +42,24 @@ class StartComparison:
         self._begun = math.inf  # the first decision
         self._holds = False
         self._pause, self._until, self._known_until = constants.PAUSE_S, -math.inf, math.inf
+        self._lost = False  # whether the starting knobs were last left because they served worse
+        self._settle = constants.SETTLE_S  # after the latest change, in which requests do not count
 
     def forget(self) -> None:
         """Nothing is known of either any more (the targets are others, or somebody else set the knobs). The starting knobs, if
         they hold, are on trial from the next decision on."""
         self._starts.clear()
         self._ours.clear()
-        self._since, self._pause = math.inf, constants.PAUSE_S
+        self._since, self._pause, self._settle = math.inf, constants.PAUSE_S, constants.SETTLE_S
 
     def saw(self, arrival: float, met: bool) -> None:
         """A request that arrived then has ended."""
-        if arrival >= self._since + constants.SETTLE_S:
+        if arrival >= self._since + self._settle:
             (self._starts if self.at_start else self._ours).append(met)
 
-    def holds(self, now: float, worth_trying: bool) -> bool:
-        """Whether the starting knobs are to hold. ``worth_trying``: whether they may do better than those in force."""
+    def holds(self, now: float, tried_below: float) -> bool:
+        """Whether the starting knobs are to hold. ``tried_below``: the share of requests in time below which they are tried where
+        nothing is known of them, ``GOOD`` where they are predicted to do better."""
         if self._since == math.inf:
             self._since, self._until = now, now + constants.TRIAL_S
         in_force = now - self._since
@@ -62,20 +67,26 @@ class StartComparison:
             return self._holds
         if not self.at_start and in_force > constants.STALE_S:
             self._starts.clear()
+        self._lost = False
         if not self._holds:
             unsaid = len(self._starts) < constants.FEW <= len(self._ours)
-            hopeless = constants.HOPELESS if in_force >= constants.TRIAL_S else 0.0
-            bound = constants.GOOD if worth_trying else hopeless
-            untried = unsaid and share(self._ours) < bound
+            worth = tried_below >= constants.GOOD
+            untried = unsaid and share(self._ours) < tried_below and (worth or in_force >= constants.TRIAL_S)
             if not self.at_start and (untried or worse(self._ours, self._starts)):
-                pause = constants.TRIAL_S if untried and not worth_trying else self._pause
+                pause = constants.TRIAL_S if untried and not worth else self._pause
                 self._holds, self._until, self._known_until = True, now + pause, now + constants.LONGEST_PAUSE_S
                 self._pause = min(2 * self._pause, constants.LONGEST_PAUSE_S)
         else:
+            early = self._since < self._begun + constants.SHORT_S  # others were served by an engine that was empty
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
-            lost = (half or in_force >= constants.TRIAL_S) and worse(self._starts, self._ours, constants.CERTAIN)
+            lost = (
+                not early
+                and (half or in_force >= constants.TRIAL_S)
+                and worse(self._starts, self._ours, constants.CERTAIN)
+            )
             due = now >= self._until and len(self._starts) >= constants.FEW and share(self._starts) < constants.FINE
             kept = share(self._starts) >= constants.KEPT and worse(self._ours, self._starts, errors=0.0)
+            self._lost = lost
             self._holds = not (lost or (due and not (kept and now < self._known_until)))
         return self._holds
 
@@ -85,6 +96,8 @@ class StartComparison:
         if at_start != self.at_start:
             if self._since == -math.inf and now - self._begun < constants.SHORT_S:
                 self._starts.clear()  # of an engine that was empty, where the shortest answers end first
+            queued = min(now - self._since, constants.TRIAL_S) if self._lost else 0.0  # what it could not serve waits
+            self._settle, self._lost = max(constants.SETTLE_S, queued), False
             self.at_start, self._since = at_start, now
             if not at_start:
                 self._ours.clear()
