@@ -11,7 +11,9 @@ Chat is served alone, then beside batch, the very same chat requests at the same
 - ``default``: ``autotune.control(engine, admission=True)``: late chat is rejected, late batch relegated;
 - ``reject``: the same, late batch rejected too;
 - ``knobs``: the controller without admission, in the order of arrival;
-- ``defaults``: vLLM's defaults, in the order of arrival.
+- ``defaults``: vLLM's defaults, in the order of arrival;
+- ``fixed-512`` and the like, if asked for: steps of at most so many tokens, with the same admission as ``default``, and no
+  controller.
 
 In virtual time on two GPUs and, with shorter requests, on a CPU by the step times of its profile; ``--live`` on the engine
 itself, ``tiny`` in bfloat16 on one CPU thread (``default`` and ``defaults``, unless ``--contender`` says otherwise). There,
@@ -45,7 +47,7 @@ from collections.abc import Sequence
 
 from autotune.cli.output import guarded
 from benchmarks.classes import virtual
-from benchmarks.classes.contenders import CONTENDERS, DEFAULT, DEFAULTS
+from benchmarks.classes.contenders import CONTENDERS, DEFAULT, DEFAULTS, known
 from benchmarks.classes.summary import HEAD, Row, line, summary
 from benchmarks.command import INTERRUPTED, command, count, exit_code, say, seconds
 from benchmarks.controller.__main__ import seeds_of
@@ -64,7 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="live: of the first round's requests")
     parser.add_argument("--wall-clock", action="store_true", help="live: leave the machine's drift in")
     parser.add_argument("--undisturbed", action="store_true", help="live: leave out time that other processes took")
-    parser.add_argument("--contender", action="append", choices=CONTENDERS, help="only this; repeatable")
+    parser.add_argument(
+        "--contender",
+        action="append",
+        type=known,
+        metavar="NAME",
+        help=f"only this one of {', '.join(CONTENDERS)}, fixed-512, fixed-640 …; repeatable",
+    )
     args = parser.parse_args(argv)
     of_live = {"--rounds": args.rounds, "--seconds": args.seconds, "--seed": args.seed}
     of_live |= {"--wall-clock": args.wall_clock, "--undisturbed": args.undisturbed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -21,9 +22,19 @@ from runtime.slo import SLO, RequestClass
 
 DEFAULT, DEFAULTS = "default", "defaults"
 CONTENDERS: Final = (DEFAULT, "reject", "knobs", DEFAULTS)
+FIXED: Final = "fixed-"
 LIMITS: Final = KnobLimits()
 KNOBS: Final[Knobs] = LIMITS.clamp(VLLM_DEFAULTS)
 _POLICIES: dict[str, AdmissionPolicy | bool] = {DEFAULT: True, "reject": AdmissionPolicy(late="reject")}
+
+
+def known(name: str) -> str:
+    """The type of an option: one of :data:`CONTENDERS`, or ``fixed-512``, ``fixed-640`` and the like."""
+    tokens = name.removeprefix(FIXED)
+    if name in CONTENDERS or (tokens != name and tokens.isdecimal() and 1 <= int(tokens) <= LIMITS.token_budget):
+        return name
+    allowed = ", ".join(CONTENDERS)
+    raise ArgumentTypeError(f"{name}; it must be one of {allowed}, or {FIXED}1 to {FIXED}{LIMITS.token_budget}")
 
 
 @contextmanager
@@ -32,7 +43,12 @@ def contender(name: str, engine: Engine, slo: SLO) -> Iterator[None]:
     if name == DEFAULTS:
         yield
         return
-    with at_work(control(engine, slo=slo, admission=_POLICIES.get(name, False))):
+    fixed = name.startswith(FIXED)
+    if fixed:
+        tokens = int(name.removeprefix(FIXED))
+        engine.set_knobs(KNOBS.with_(token_budget=tokens, chunk_size=tokens))
+    controller = "static" if fixed else "predictive"
+    with at_work(control(engine, slo=slo, controller=controller, admission=fixed or _POLICIES.get(name, False))):
         yield
 
 

@@ -20,7 +20,7 @@ from autotune.profile import find_profile, load_profile
 from autotune.profile.serving import serving_cost
 from autotune.workload import parse_workload
 from benchmarks.classes import __main__ as command
-from benchmarks.classes import live
+from benchmarks.classes import contenders, live
 from benchmarks.classes.contenders import KNOBS, serve
 from benchmarks.classes.live import QUICK, STARTED_WITH, Load, Rounds, Served, kept_full, load_of, rows
 from benchmarks.classes.loads import BATCH, BATCH_LOAD, BEYOND, CHAT, Most, at_once, mean_output, offered
@@ -284,7 +284,13 @@ def test_ctrl_c_leaves_the_rounds_that_are_complete(
         (("--live", "--seeds", "2"), "--seeds goes without --live"),
         (("--live", "--rounds", "0"), "argument --rounds: 0; it must be a whole number from 1 to 100"),
         (("--live", "--seconds", "1"), "argument --seconds: 1 s; it must be 4 to 3600"),
-        (("--contender", "ours"), "invalid choice: 'ours'"),
+        *(
+            (
+                ("--contender", name),
+                f"{name}; it must be one of default, reject, knobs, defaults, or fixed-1 to fixed-8192",
+            )
+            for name in ("ours", "512", "fixed-", "fixed-0", "fixed-8193", "fixed-½")
+        ),
     ],
 )
 def test_bad_input_is_named(args: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,3 +320,21 @@ def test_it_runs_on_the_live_engine(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(out.splitlines()[-1])
     assert said["live"] and said["rounds"] == 1 and "tiny on one CPU thread" in out
     assert said["contenders"]["default"]["loads"]["tiny"]["60%"]["batch_share_of_left"] > 0
+
+
+def test_a_fixed_setting_has_the_same_admission_and_keeps_its_budget(
+    machine: Machine, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: set[int] = set()
+    engine = machine.engine
+    decided = contenders.control
+
+    def control(engine: Any, **options: Any) -> Any:
+        assert options["controller"] == "static" and options["admission"] is True
+        budgets.add(engine.knobs.token_budget)
+        return decided(engine, **options)
+
+    monkeypatch.setattr(contenders, "control", control)
+    found = serve("fixed-512", engine, load.offered[0.3].beside, CLASSES, seed=1, window=4.0, warmup=1.0)
+    assert budgets == {512} == {engine.knobs.token_budget}
+    assert found.classes[CHAT].attainment > 0.9
