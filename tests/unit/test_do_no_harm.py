@@ -208,9 +208,13 @@ class TestStartComparison:
             assert made.holds(10.0, below) is tried
 
     @pytest.mark.parametrize(("left", "known"), [(0.5, False), (5.0, True)])
-    def test_of_a_start_that_was_left_at_once_nothing_is_known(self, left: float, known: bool) -> None:
+    @pytest.mark.parametrize("classes", [False, True])
+    def test_of_a_start_that_was_left_at_once_nothing_is_known(self, left: float, known: bool, classes: bool) -> None:
         """Its first requests came to an empty engine, and the shortest answers ended: here 20 of which none was in time."""
         made = StartComparison()
+        if classes:  # whose SLOs are told as the controller is attached
+            made.forget()
+            assert not made.holds(-2.0, HOPELESS)
         made.decided(0.0, True)
         for _ in range(20):
             made.saw(0.1, False)
@@ -261,6 +265,45 @@ class TestStartComparison:
         made.decided(at, True)
         self.serve(made, int(10 * at) + 11, int(10 * at) + 43, 0.35)
         assert made.holds(at + 4.5, HOPELESS) is not left
+
+    def test_a_start_that_meets_nothing_is_left_even_then(self) -> None:
+        made = StartComparison()
+        made.decided(0.0, False)
+        self.serve(made, 10, 60, 0.8)
+        assert made.holds(2.6, GOOD)
+        made.decided(2.6, True)
+        self.serve(made, 37, 70, 0.0)
+        assert not made.holds(7.0, HOPELESS)
+
+    def test_and_otherwise_for_no_longer_than_the_pause(self) -> None:
+        made = StartComparison()
+        made.decided(0.0, False)
+        self.serve(made, 10, 60, 0.8)
+        assert made.holds(2.6, GOOD)
+        made.decided(2.6, True)
+        self.serve(made, 37, 300, 0.35)
+        assert made.holds(2.6 + PAUSE_S - 1, HOPELESS)
+        assert not made.holds(2.6 + PAUSE_S + 1, HOPELESS)
+
+    def test_trials_that_no_prediction_speaks_for_make_no_pause_longer(self) -> None:
+        made = StartComparison()
+        made.decided(0.0, False)
+        at = 10.0
+        for _ in range(4):
+            self.serve(made, int(10 * at) - 80, int(10 * at), 0.4)
+            assert made.holds(at, DOUBTED)
+            made.decided(at, True)
+            self.serve(made, int(10 * at) + 11, int(10 * at) + 100, 0.0)
+            assert not made.holds(at + 10, DOUBTED)
+            made.decided(at + 10, False)
+            at += 100
+            assert not made.holds(at - 20, HOPELESS), "what was known of the start is out of date"
+        self.serve(made, int(10 * at) - 80, int(10 * at), 0.4)
+        assert made.holds(at, GOOD)
+        made.decided(at, True)
+        self.serve(made, int(10 * at) + 11, int(10 * at) + 400, 0.38)
+        assert made.holds(at + PAUSE_S - 1, HOPELESS)
+        assert not made.holds(at + PAUSE_S + 1, HOPELESS)
 
     def test_requests_that_wait_for_what_a_start_that_lost_could_not_serve_do_not_bring_it_back(self) -> None:
         """It held for eight seconds, so those of the next eight do not count; later ones do."""
@@ -362,6 +405,25 @@ class TestStartComparison:
         self.serve(made, 235, 310, share)
         assert made.holds(31.0, HOPELESS), "too soon to tell"
         assert made.holds(33.0, HOPELESS) is stays
+
+    @pytest.mark.parametrize("forgotten", [False, True])
+    def test_after_a_start_that_lost_at_most_ten_seconds_do_not_count_and_new_targets_make_it_one(
+        self, forgotten: bool
+    ) -> None:
+        made = self.held(0.3, 0.1)
+        made._ours.clear()
+        made._ours.extend([True] * OURS)
+        for _ in range(20):
+            self.serve(made, 210, 350, 0.1)
+        assert not made.holds(35.0, HOPELESS)
+        made.decided(35.0, False)
+        if forgotten:
+            made.forget()
+            assert not made.holds(35.0, HOPELESS)
+        made.saw(37.0, True)
+        assert len(made._ours) == int(forgotten)
+        made.saw(45.5, True)
+        assert len(made._ours) == 1 + int(forgotten)
 
     def test_new_targets_do_not_bring_a_start_back_that_is_not_in_force(self) -> None:
         made = self.compared(0.9, 0.5)  # it would come back

@@ -44,7 +44,7 @@ DECODING_S = 0.5  # of decoding, of which a few requests soon tell
 
 BETTER = 0.1  # how much larger a share of requests than was in time must be predicted for them
 HOPELESS = 0.05  # attainment below which they are tried, whatever is predicted (M9 with stalls, seeds 208 and 210)
-DOUBTED = 0.5  # and this, where it predicts about as many for them as for the knobs in force (full-cpu-best, seeds 211 to 228)
+DOUBTED = 0.5  # and this, where the knobs in force are predicted to miss, too (full-cpu-best, seeds 211 to 218)
 USUAL_S = 20.0  # memory of the demand that this goes by
 
 # Chosen on made-up machines: noise, stalls, changes of speed, a slow region, a busy host.

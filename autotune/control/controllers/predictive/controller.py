@@ -243,7 +243,8 @@ class PredictiveController:
         in force; where that has done worse, there are bursts or stalls that no model knows of. Then, unless the model says
         clearly less of the start than has been in time: if answers are so short that a few requests soon tell, where larger steps
         are cheaper, and steps meet the target on average if each holds the prompts that came during the one before. ``DOUBTED``
-        where the model has requests miss their targets under either, and about as many. Otherwise ``HOPELESS``.
+        where the model has requests miss their targets under those in force, too, and not clearly more under the start. Otherwise
+        ``HOPELESS``.
         """
         requests = self._traffic.requests(self._usual.per_second)
         target = self.target / self._gain.value

@@ -3,7 +3,10 @@
 Where knobs alone hold, a wrong decision costs goodput until something tells, and no model of a step can: what it leaves out is
 what it is wrong about. So requests are counted by the knobs that they came under, and the shares that met every feasible target
 are compared. The starting knobs come back when theirs is higher by more than chance (``SURE`` standard errors). They are left
-again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time; where they
+again when theirs turns out lower, or after a pause, to see whether that is still so. What waits for them then is not held against
+the others: requests do not count for as long as the start was in force, up to ``TRIAL_S``. Others that were left within
+``SHORT_S`` of the first decision served an engine that was empty: that theirs is higher says nothing, unless hardly any request
+(``HOPELESS``) is in time under the start. The pause doubles each time, but for trials that no prediction speaks for; where they
 serve most requests in time (``KEPT``), and others served fewer, by chance or not, it is ``LONGEST_PAUSE_S``. New targets make
 what was seen worthless, not the knobs: starting knobs that hold do so for ``TRIAL_S`` more, and on while nearly all requests
 are in time (``FINE``).
@@ -73,11 +76,12 @@ class StartComparison:
             worth = tried_below >= constants.GOOD
             untried = unsaid and share(self._ours) < tried_below and (worth or in_force >= constants.TRIAL_S)
             if not self.at_start and (untried or worse(self._ours, self._starts)):
-                pause = constants.TRIAL_S if untried and not worth else self._pause
+                pause = constants.TRIAL_S
+                if worth or not untried:
+                    pause, self._pause = self._pause, min(2 * self._pause, constants.LONGEST_PAUSE_S)
                 self._holds, self._until, self._known_until = True, now + pause, now + constants.LONGEST_PAUSE_S
-                self._pause = min(2 * self._pause, constants.LONGEST_PAUSE_S)
         else:
-            early = self._since < self._begun + constants.SHORT_S  # others were served by an engine that was empty
+            early = self._since < self._begun + constants.SHORT_S and share(self._starts) >= constants.HOPELESS
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
             lost = (
                 not early
@@ -94,7 +98,7 @@ class StartComparison:
         """From now on the starting knobs are in force, or others."""
         self._begun = min(self._begun, now)
         if at_start != self.at_start:
-            if self._since == -math.inf and now - self._begun < constants.SHORT_S:
+            if self.at_start and now - self._begun < constants.SHORT_S:
                 self._starts.clear()  # of an engine that was empty, where the shortest answers end first
             queued = min(now - self._since, constants.TRIAL_S) if self._lost else 0.0  # what it could not serve waits
             self._settle, self._lost = max(constants.SETTLE_S, queued), False
