@@ -26,7 +26,7 @@ itself, ``tiny`` in bfloat16 on one CPU thread (``default`` and ``defaults``, un
   measured again in each round, at the best of these settings, just before the turns that are compared with it. All such requests
   are there from the start, and have the load's average length;
 - rounds have requests of their own. Within a round contenders take turns, as do chat alone and chat beside batch. Every turn
-  begins at vLLM's defaults with a controller that knows nothing, and its first 3 s do not count;
+  begins at vLLM's defaults with a controller that knows nothing (``fixed-…``: at that setting), and its first 3 s do not count;
 - the difference is over all requests of all rounds, and batch's share the sum of its tokens over the sum of what was left; 95%
   intervals are paired bootstraps over rounds, of the difference also over blocks of some 4 s.
 

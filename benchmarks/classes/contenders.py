@@ -1,4 +1,4 @@
-"""Who serves both classes, each from vLLM's defaults on."""
+"""Who serves both classes: each from vLLM's defaults on, but for fixed settings."""
 
 from __future__ import annotations
 
