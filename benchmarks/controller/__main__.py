@@ -4,7 +4,7 @@ Fourteen scenarios (M1 to M14) of machines, requests and SLOs that change while 
 (U1 to U3), eight on step times of real GPUs (G1 to G8), four invented when all contenders stood (F1 to F4), and variants with
 noise in step times and with a bound on gaps between tokens. Ours was tuned on M1 to M14, and some of its constants were chosen
 with others in sight, as :mod:`autotune.control.controllers.predictive.constants` says of each: none on U1, G7 and F1 to F4.
-Rivals are tuned on M1 to M14 and on G1 to G8, G7 included (P-PAS and Gradient2 on M1 to M14).
+Rivals are tuned on M1 to M14 and on G1 to G8, G7 included.
 
 Every contender starts cold at vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared
 is goodput, as a share of that of an oracle: the best fixed knobs of each phase, chosen in hindsight. To tell which part earns
