@@ -255,33 +255,25 @@ class TestStartComparison:
         assert made.holds(19.0, HOPELESS)
         assert made.holds(20.5, HOPELESS) is not left
 
-    @pytest.mark.parametrize(("at", "left"), [(2.6, False), (6.0, True)])
-    def test_what_an_empty_engine_served_does_not_condemn_the_start_within_seconds(self, at: float, left: bool) -> None:
-        """Knobs that were left within four seconds of the first decision served 80%, the start 35% in four seconds."""
+    def tried(self, at: float, start: float, until: float) -> StartComparison:
+        """Others served 80% at first; then the start, tried at ``at`` as it is predicted to do better, so many, so long."""
         made = StartComparison()
         made.decided(0.0, False)
         self.serve(made, 10, 60, 0.8)
         assert made.holds(at, GOOD)
         made.decided(at, True)
-        self.serve(made, int(10 * at) + 11, int(10 * at) + 43, 0.35)
-        assert made.holds(at + 4.5, HOPELESS) is not left
+        self.serve(made, int(10 * at) + 11, int(10 * until), start)
+        return made
 
-    def test_a_start_that_meets_nothing_is_left_even_then(self) -> None:
-        made = StartComparison()
-        made.decided(0.0, False)
-        self.serve(made, 10, 60, 0.8)
-        assert made.holds(2.6, GOOD)
-        made.decided(2.6, True)
-        self.serve(made, 37, 70, 0.0)
-        assert not made.holds(7.0, HOPELESS)
+    @pytest.mark.parametrize(("at", "start", "left"), [(2.6, 0.35, False), (2.6, 0.0, True), (6.0, 0.35, True)])
+    def test_what_an_empty_engine_served_does_not_condemn_the_start_within_seconds(
+        self, at: float, start: float, left: bool
+    ) -> None:
+        """Others that were left within four seconds of the first decision say nothing, unless the start meets nothing."""
+        assert self.tried(at, start, at + 4.3).holds(at + 4.5, HOPELESS) is not left
 
     def test_and_otherwise_for_no_longer_than_the_pause(self) -> None:
-        made = StartComparison()
-        made.decided(0.0, False)
-        self.serve(made, 10, 60, 0.8)
-        assert made.holds(2.6, GOOD)
-        made.decided(2.6, True)
-        self.serve(made, 37, 300, 0.35)
+        made = self.tried(2.6, 0.35, 30.0)
         assert made.holds(2.6 + PAUSE_S - 1, HOPELESS)
         assert not made.holds(2.6 + PAUSE_S + 1, HOPELESS)
 
