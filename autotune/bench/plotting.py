@@ -24,10 +24,10 @@ _BINS = 15
 _KNOBS = tuple(spec.name for spec in KNOBS if spec.log)
 
 
-def check(path: Path, option: str = "--out") -> Path:
+def check(path: Path, option: str = "--out", suffix: str = ".html") -> Path:
     """``path`` if a page can go there. Raises :class:`InputError`."""
-    if path.suffix != ".html":
-        raise InputError(f"{option}: {path} must end in .html")
+    if path.suffix != suffix:
+        raise InputError(f"{option}: {path} must end in {suffix}")
     writable(option, path)
     return path
 

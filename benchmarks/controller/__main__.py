@@ -139,7 +139,7 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
     comparison = Comparison(found, oracles)
     say(f"\n{comparison.tables()}\n\nseeds {', '.join(map(str, seeds))}; {time.monotonic() - begun:.0f} s")
     if args.plot is not None:
-        write_whole(args.plot, comparison.attribution.plot(seeds))
+        write_whole(args.plot, comparison.attribution.picture(seeds))
     say(json.dumps(comparison.figures() | adversaries.harm_min(found, say, everything=not args.scenario)))
 
 
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="keep each run that is done, and go on from those kept"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a page to write, .html: what each layer earns")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture to write, .svg: what each layer earns")
     parser.add_argument(
         "--peaks", action="store_true", help="print the peak goodputs that loads are relative to, and end"
     )
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if name not in known:
                 raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
     if args.plot is not None:
-        check(args.plot, "--plot")
+        check(args.plot, "--plot", ".svg")
     if args.jobs < 1:
         raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
     seeds = seeds_of(args.seeds) if args.seeds else REPORTED_SEEDS[: _QUICK if args.quick else None]

@@ -12,20 +12,17 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from autotune.bench.plotting import curve, page
-from autotune.report.figure import Plot, View, axis, layout, rule
-from autotune.report.section import Section
-from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STACK, STATIC, Layer
+from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STATIC, Layer
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.run import Outcome
 from benchmarks.controller.scenarios import FROZEN, MATRIX, MEASURED, SCENARIOS, UNSEEN
+from benchmarks.dots import Panel, Row, drawing
 
 HINDSIGHT = "best static"
 EVERYTHING = "all in time"
 """Whoever serves every request in time: no ratio can be higher where all ran the same seeds."""
 LATER = "invented later; U2 and U3 were in sight when constants of ours were chosen, U1 was not"
 AFTERWARDS = "invented when all of them stood"
-_DRAWN_RIVALS = 4
 
 Found = Mapping[tuple[str, str], Mapping[int, Outcome]]
 """Outcomes by seed of each (scenario, contender)."""
@@ -188,36 +185,33 @@ class Attribution:
                 lines.append(f"{name + mark:<14}" + "".join(f"{cell:>14}" for cell in cells))
         return "\n".join(lines) if len(lines) > 2 else ""
 
-    def plot(self, seeds: Sequence[int]) -> bytes:
-        """A page with one plot: mean ratios, a line for each contender, from knobs alone to all layers."""
-        ranked = sorted(
-            (b for b in RIVALS if b in self.bases), key=lambda b: -_or(self.mean(self.matrix, b, "full"), 0.0)
-        )
-        drawn = [HINDSIGHT, *(b for b in (OURS,) if b in self.bases), *ranked[:_DRAWN_RIVALS]]
-        names = self.matrix or self.scenarios
-        at = {layer: number for number, layer in enumerate(STACK)}
-        data = []
-        for number, base in enumerate(drawn):
-            points = [(at[layer], self.mean(names, base, layer)) for layer in STACK]
-            known = [(x, y) for x, y in points if not math.isnan(y)]
-            data.append(curve([x for x, _ in known], [y for _, y in known], base, number))
-        ticks = axis(
-            "",
-            tickmode="array",
-            tickvals=list(at.values()),
-            ticktext=[LAYERS[layer] for layer in STACK],
-            range=[-0.2, 3.2],
-        )
-        legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-        drawn_layout = layout(
-            ticks, axis("× the best fixed setting with all"), shapes=[rule(y=1.0)], showlegend=True, legend=legend
-        )
-        said = "; ".join(f"{base} {_number(self.mean(names, base, 'full'))}" for base in drawn)
+    def picture(self, seeds: Sequence[int]) -> str:
+        """An SVG: a row for each contender, a panel for each group of scenarios, and a dot for each layer at its mean ratio."""
+        groups = {
+            "M1 to M14": self.matrix,
+            "those that shift": self.shifting,
+            "U1 to U3": self.unseen,
+            "G1 to G8, measured GPUs": self.measured,
+            "F1 to F4": self.frozen,
+        }
+        groups = {title: names for title, names in groups.items() if names}
+        rows = [
+            Row(base, [{layer: self.mean(names, base, layer) for layer in LAYERS} for names in groups.values()])
+            for base in (HINDSIGHT, *self.bases, EVERYTHING)
+        ]
+        known = [v for row in rows for values in row.values for v in values.values() if not math.isnan(v)] or [1.0]
+        low, high = math.floor(10 * min(known) - 1e-9) / 10, math.ceil(10 * max(known) + 1e-9) / 10
         title = "Goodput by layer, over the best fixed setting with order and rejection"
-        plot = Plot("layers", title, f"{title}. With all layers: {said}.", [View("", data, drawn_layout)], height=420)
-        about = f"scenarios {', '.join(names)}; seeds {', '.join(map(str, seeds))}"
-        return page(
-            "Controllers in simulation: which part earns what", [Section("layers", "Layers", about, plots=(plot,))]
+        said = "; ".join(
+            f"{row.label} " + ", ".join(_number(v.get("full", math.nan)) for v in row.values) for row in rows
+        )
+        return drawing(
+            rows,
+            [Panel(f"{group}: × the best fixed setting", low, high, 0.1, 1.0) for group in groups],
+            {layer: text for layer, text in LAYERS.items()},
+            title=title,
+            description=f"{title}: means over {', '.join(groups)}; seeds {', '.join(map(str, seeds))}. With all layers: {said}.",
+            left=130,
         )
 
 
@@ -232,10 +226,6 @@ def mean_of(values: Iterable[float]) -> float:
 
 def least_of(values: Iterable[float]) -> float:
     return min((value for value in values if not math.isnan(value)), default=math.nan)
-
-
-def _or(value: float, other: float) -> float:
-    return other if math.isnan(value) else value
 
 
 def _number(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -174,18 +175,26 @@ class TestShown:
         assert any(line.split() == ["M3*", "0.500", "1.100", "1.250"] for line in lines)
         assert "× the best rival, aimd" in text
 
-    def test_the_plot_is_one_page_with_a_line_for_each(self) -> None:
+    def test_the_picture_has_a_row_for_each_base_and_a_dot_for_each_layer_that_ran(self) -> None:
         told = Attribution(self.RAN, ORACLES)
-        page = told.plot((1, 2)).decode()
-        assert page == told.plot((1, 2)).decode()
-        assert all(f'"name": "{name}"' in page.replace('":"', '": "') for name in (HINDSIGHT, OURS, "aimd"))
+        svg = ElementTree.fromstring(told.picture((1, 2)))
+        texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+        assert [text for text in texts if text in (HINDSIGHT, OURS, "aimd")] == [HINDSIGHT, "aimd", OURS]
+        assert {"M1 to M14: × the best fixed setting", *LAYERS.values()} <= set(texts)
+        # two panels, M1 and M3 and M3 alone: of AIMD budgets (M1) and rejection (both)
+        row = next(t for t in svg.iter("{http://www.w3.org/2000/svg}text") if t.text == "aimd").get("y")
+        dots = [
+            d for d in svg.iter("{http://www.w3.org/2000/svg}circle") if float(d.get("cy", 0)) + 4 == float(row or 0)
+        ]
+        assert len(dots) == 3
+        assert told.picture((1, 2)) == told.picture((1, 2))
 
     def test_a_plot_that_cannot_be_written_is_said_first(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         assert command.main(["--plot", str(tmp_path / "plot.png")]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: --plot") and ".html" in line
+        assert line.startswith("error: --plot") and ".svg" in line
 
 
 @pytest.mark.slow
