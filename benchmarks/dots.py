@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 SERIES: Final = (("#6e7781", 6.2), ("#d4a72c", 5.4), ("#0969da", 4.6), ("#1a7f37", 3.8), ("#cf222e", 2.6))
@@ -34,6 +34,13 @@ class Panel(NamedTuple):
     def ticks(self) -> Iterator[float]:
         for number in range(round((self.high - self.low) / self.tick) + 1):
             yield self.low + number * self.tick
+
+
+def panels_of(values: Iterable[float], titles: Iterable[str], mark: float) -> list[Panel]:
+    """Panels of one scale that holds ``values``, with a tick at each tenth, and a darker one at ``mark``."""
+    known = [value for value in values if not math.isnan(value)] or [mark]
+    low, high = math.floor(10 * min(known) - 1e-9) / 10, math.ceil(10 * max(known) + 1e-9) / 10
+    return [Panel(title, low, high, 0.1, mark) for title in titles]
 
 
 class Row(NamedTuple):

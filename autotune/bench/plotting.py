@@ -24,10 +24,10 @@ _BINS = 15
 _KNOBS = tuple(spec.name for spec in KNOBS if spec.log)
 
 
-def check(path: Path, option: str = "--out", suffix: str = ".html") -> Path:
+def check(path: Path, option: str = "--out", suffixes: Sequence[str] = (".html",)) -> Path:
     """``path`` if a page can go there. Raises :class:`InputError`."""
-    if path.suffix != suffix:
-        raise InputError(f"{option}: {path} must end in {suffix}")
+    if path.suffix not in suffixes:
+        raise InputError(f"{option}: {path} must end in {' or '.join(suffixes)}")
     writable(option, path)
     return path
 

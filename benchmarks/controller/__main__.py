@@ -1,10 +1,10 @@
 """Controllers against fixed settings, against each other and against the best that could have been known, in simulation.
 
 Fourteen scenarios (M1 to M14) of machines, requests and SLOs that change while they are served, three that were invented later
-(U1 to U3), eight on step times of real GPUs (G1 to G8), four invented when all contenders stood (F1 to F4), and variants with
-noise in step times and with a bound on gaps between tokens. Ours was tuned on M1 to M14, and some of its constants were chosen
-with others in sight, as :mod:`autotune.control.controllers.predictive.constants` says of each: none on U1, G7 and F1 to F4.
-Rivals are tuned on M1 to M14 and on G1 to G8, G7 included.
+(U1 to U3), eight on step times of real GPUs (G1 to G8), four invented when most of ours stood (F1 to F4), four when all
+contenders did (H1 to H4), and variants with noise in step times and with a bound on gaps between tokens. Ours was tuned on M1
+to M14, and constants of it were chosen with others in sight, as :mod:`autotune.control.controllers.predictive.constants` says of
+each: on U1 none but whole tiles, on H1 to H4 none. Rivals are tuned on M1 to M14 and on G1 to G8.
 
 Every contender starts cold at vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared
 is goodput, as a share of that of an oracle: the best fixed knobs of each phase, chosen in hindsight. To tell which part earns
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if name not in known:
                 raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
     if args.plot is not None:
-        check(args.plot, "--plot", ".svg")
+        check(args.plot, "--plot", (".svg",))
     if args.jobs < 1:
         raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
     seeds = seeds_of(args.seeds) if args.seeds else REPORTED_SEEDS[: _QUICK if args.quick else None]

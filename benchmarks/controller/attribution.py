@@ -15,13 +15,14 @@ from typing import NamedTuple
 from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STATIC, Layer
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.run import Outcome
-from benchmarks.controller.scenarios import FROZEN, MATRIX, MEASURED, SCENARIOS, UNSEEN
-from benchmarks.dots import Panel, Row, drawing
+from benchmarks.controller.scenarios import FORMER, FROZEN, MATRIX, MEASURED, SCENARIOS, UNSEEN
+from benchmarks.dots import Row, drawing, panels_of
 
 HINDSIGHT = "best static"
 EVERYTHING = "all in time"
 """Whoever serves every request in time: no ratio can be higher where all ran the same seeds."""
 LATER = "invented later; U2 and U3 were in sight when constants of ours were chosen, U1 was not"
+EARLIER = "invented when most of ours stood; in sight when some of its later constants were chosen"
 AFTERWARDS = "invented when all of them stood"
 
 Found = Mapping[tuple[str, str], Mapping[int, Outcome]]
@@ -53,6 +54,7 @@ class Attribution:
         self.matrix = [scenario.name for scenario in MATRIX if scenario.name in self.scenarios]
         self.unseen = [scenario.name for scenario in UNSEEN if scenario.name in self.scenarios]
         self.measured = [scenario.name for scenario in MEASURED if scenario.name in self.scenarios]
+        self.former = [scenario.name for scenario in FORMER if scenario.name in self.scenarios]
         self.frozen = [scenario.name for scenario in FROZEN if scenario.name in self.scenarios]
         self.shifting = [name for name in self.matrix if SCENARIOS[name].shifts]
 
@@ -155,6 +157,7 @@ class Attribution:
             "those that shift": self.shifting,
             LATER: self.unseen,
             "on measured GPUs": self.measured,
+            EARLIER: self.former,
             AFTERWARDS: self.frozen,
         }
         for title, names in groups.items():
@@ -192,22 +195,22 @@ class Attribution:
             "those that shift": self.shifting,
             "U1 to U3": self.unseen,
             "G1 to G8, measured GPUs": self.measured,
-            "F1 to F4": self.frozen,
+            "F1 to F4": self.former,
+            "H1 to H4": self.frozen,
         }
         groups = {title: names for title, names in groups.items() if names}
         rows = [
             Row(base, [{layer: self.mean(names, base, layer) for layer in LAYERS} for names in groups.values()])
             for base in (HINDSIGHT, *self.bases, EVERYTHING)
         ]
-        known = [v for row in rows for values in row.values for v in values.values() if not math.isnan(v)] or [1.0]
-        low, high = math.floor(10 * min(known) - 1e-9) / 10, math.ceil(10 * max(known) + 1e-9) / 10
+        every = [value for row in rows for values in row.values for value in values.values()]
         title = "Goodput by layer, over the best fixed setting with order and rejection"
         said = "; ".join(
             f"{row.label} " + ", ".join(_number(v.get("full", math.nan)) for v in row.values) for row in rows
         )
         return drawing(
             rows,
-            [Panel(f"{group}: × the best fixed setting", low, high, 0.1, 1.0) for group in groups],
+            panels_of(every, [f"{group}: × the best fixed setting" for group in groups], mark=1.0),
             {layer: text for layer, text in LAYERS.items()},
             title=title,
             description=f"{title}: means over {', '.join(groups)}; seeds {', '.join(map(str, seeds))}. With all layers: {said}.",

@@ -6,8 +6,8 @@ wants the core that the engine computes on. Rate and SLO of each follow from a c
 - *ours* starts cold from vLLM's defaults in every turn, knows neither machine nor traffic, and has all it can do: knobs,
   budgets of single steps, early rejection, deadline order. All its requests count, those it learns from too. ``--knobs-only``
   adds the same turning knobs and nothing else; ``--admission`` the best fixed settings with the same order and rejection;
-  ``--layers`` everybody with one layer more at a time (ours, AIMD and bisection with the constants of the simulated benchmark,
-  the defaults), and the best fixed settings with the same order and rejection.
+  ``--layers`` everybody with one layer more at a time (ours, the defaults, AIMD and bisection; the other rivals with all; their
+  constants are those of the simulated benchmark), and the best fixed settings with the same order and rejection.
 - *defaults* are vLLM's, 1024 sequences and 8192 tokens, on our engine.
 - *the best fixed setting*: a grid of 42 is simulated on the step times of this very machine; the best eight are measured, and
   the best of these by what was measured, known only afterwards, is what ours is compared with: of each load its own, for a
@@ -21,7 +21,7 @@ The last line is JSON: geometric means of goodput ratios, each with its 95% inte
 ``steady_vs_best_static`` is over the three steady loads, ``shift_vs_best_static`` over the two that shift, ``vs_defaults``
 over all five.
 
-Run ``python -m benchmarks.controller_live`` (45 minutes; ``--quick``: ten). Ctrl-C ends it with what there is.
+Run ``python -m benchmarks.controller_live`` (70 minutes; ``--quick``: ten). Ctrl-C ends it with what there is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from benchmarks.command import INTERRUPTED, command, exit_code, say, seconds, sh
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.cases import SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.machine import live, simulated, slowdown
-from benchmarks.controller_live.summary import Compared, compared, panels, report, summary
+from benchmarks.controller_live.summary import Compared, compared, layer_ratios, panels, report, summary
 from benchmarks.live.contenders import admitted, layers, ours, ours_knobs_only
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
     calibration: float
 
 
-FULL = Plan((8, 4, 4, 2), 13.0, 40.0)
+FULL = Plan((8, 4, 4, 2, 2, 2, 2, 2), 13.0, 40.0)
 QUICK = Plan((2, 2), 8.0, 15.0)
 
 
@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--load", type=share, default=LOAD, help=f"of what the engine completes when kept full ({LOAD})"
     )
-    parser.add_argument("--keep", type=_counts, help="fixed settings in each round (default: 8,4,4,2, quick 2,2)")
+    parser.add_argument(
+        "--keep", type=_counts, help="fixed settings in each round (default: 8,4,4,2,2,2,2,2, quick 2,2)"
+    )
     parser.add_argument(
         "--case", action="append", choices=[*STEADY, *SHIFTS], help="one of the loads alone; may be given several times"
     )
@@ -110,14 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wall-clock", action="store_true", help="leave the machine's drift in")
     parser.add_argument("--undisturbed", action="store_true", help="leave out time that other processes took")
     parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
-    parser.add_argument("--plot", type=Path, help="a page to write, .html")
+    parser.add_argument("--plot", type=Path, help="a page to write, .html; with --layers also a picture of them, .svg")
     parser.add_argument("--log", type=Path, help="a file for our decisions, one JSON object a line")
     parser.add_argument("--save", type=Path, help="a file for every request of every turn, JSON")
     args = parser.parse_args(argv)
     given = QUICK if args.quick else FULL
     plan = Plan(args.keep or given.keep, args.duration or given.duration, args.calibrate or given.calibration)
     if args.plot is not None:
-        check(args.plot, "--plot")
+        check(args.plot, "--plot", (".html", ".svg") if args.layers else (".html",))
     if args.contender and not args.layers:
         raise InputError("--contender is given without --layers; it chooses among those that --layers adds")
     _chosen(layers(KnobLimits()), args.contender)
@@ -163,8 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.save is not None:
         write_whole(args.save, json.dumps([_saved(c, r) for c in loads.cases for r in contest.results(c)]) + "\n")
     if args.plot is not None and found:
-        title = "tiny on one CPU thread: control from a cold start, vLLM's defaults, the best fixed setting"
-        write_whole(args.plot, figures.render(panels(found, control, vllm), plan.duration, title))
+        if args.plot.suffix == ".svg":
+            write_whole(
+                args.plot, figures.layers_picture(layer_ratios(found), "Goodput ÷ the best fixed setting's with all")
+            )
+        else:
+            title = "tiny on one CPU thread: control from a cold start, vLLM's defaults, the best fixed setting"
+            write_whole(args.plot, figures.render(panels(found, control, vllm), plan.duration, title))
     print(
         f"took {time.monotonic() - begun:.0f} s{', stopped early' if stopped else ''}; {contest.failures} turns failed"
     )

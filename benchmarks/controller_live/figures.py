@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autotune.bench import Contender, Result
@@ -10,6 +11,9 @@ from autotune.bench.plotting import attainment, curve, knobs, page
 from autotune.bench.running import Outcome
 from autotune.report.figure import Plot, View, axis, layout, log_axis, rule
 from autotune.report.section import Section
+from benchmarks.controller.contenders import LAYERS
+from benchmarks.dots import Row, drawing, panels_of
+from benchmarks.live.contenders import base_and_layer
 from benchmarks.live.loads import Case
 from runtime.records import percentile
 
@@ -27,6 +31,33 @@ class Panel(NamedTuple):
 def render(panels: Sequence[Panel], duration: float, title: str) -> bytes:
     """The page; the same results give the same bytes."""
     return page(title, [_section(panel, duration) for panel in panels])
+
+
+def layers_picture(ratios: Mapping[str, Mapping[str, float]], title: str) -> str:
+    """An SVG: a row for each contender, a panel for each load and their mean, a dot for each layer. ``ratios``: of each load and
+    contender, by name."""
+    names = dict.fromkeys(name for of_load in ratios.values() for name in of_load)
+    groups = {
+        **ratios,
+        "geometric mean": {name: _mean([of_load.get(name, math.nan) for of_load in ratios.values()]) for name in names},
+    }
+    rows: dict[str, list[dict[str, float]]] = {}
+    for name in names:
+        base, layer = base_and_layer(name)
+        for at, of_load in zip(rows.setdefault(base, [{} for _ in groups]), groups.values(), strict=True):
+            at[layer] = of_load.get(name, math.nan)
+    return drawing(
+        [Row(base, values) for base, values in rows.items()],
+        panels_of([value for of_load in groups.values() for value in of_load.values()], groups, mark=1.0),
+        {layer: text for layer, text in LAYERS.items()},
+        title=title,
+        description=f"{title}: {', '.join(groups)}.",
+        left=130,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else math.nan
 
 
 def _section(panel: Panel, duration: float) -> Section:

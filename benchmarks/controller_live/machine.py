@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from autotune.cli.target import model_facts
 from autotune.profile import ModelFacts
 from autotune.simulate import SimulatedEngine
 from benchmarks.clocks.drift_corrected import (
@@ -137,8 +138,9 @@ def live(
     classes: Sequence[RequestClass] = (),
     admission: AdmissionPolicy | bool = PATIENCE,
 ) -> Iterator[Machine]:
-    """``tiny`` in bfloat16 on one CPU thread: who sends the requests needs a core too. ``classes`` and ``admission`` are the
-    engine's own.
+    """``tiny`` on one CPU thread, in the dtype that is fast on it: who sends the requests needs a core too.
+
+    ``classes`` and ``admission`` are the engine's own.
 
     ``wall_clock``: leave the machine's drift in. ``undisturbed``: leave out the time for which the kernel kept the engine's
     thread waiting, for machines that do much other work.
@@ -149,13 +151,9 @@ def live(
     from runtime.torch_backend.loading import load_model
 
     torch.set_num_threads(1)
-    other = load_model("tiny", dtype="bfloat16", device="cpu")
-    loaded = load_model("tiny", dtype="bfloat16", device="cpu")
-    facts = ModelFacts(
-        name="tiny", architecture=loaded.architecture, parameters=loaded.parameters, dtype="bfloat16", random_weights=True,
-        seed=0, max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size,
-        kv_bytes_per_token=loaded.kv_bytes_per_token,
-    )  # fmt: skip
+    other = load_model("tiny", device="cpu")
+    loaded = load_model("tiny", device="cpu")
+    facts = model_facts(loaded.info, seed=0)
     with Thief() as thief:
         base = UndisturbedClock() if undisturbed else MonotonicClock()
         clock: Clock = base if wall_clock else DriftCorrectedClock(base)

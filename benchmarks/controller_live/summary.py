@@ -67,6 +67,11 @@ def panels(found: Sequence[Compared], ours: Contender, vllm: Contender) -> list[
     return [Panel(c.case, c.comparison.results, (ours, vllm, c.best)) for c in found]
 
 
+def layer_ratios(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
+    """Of each case everybody's goodput over that of the best fixed setting with order and early rejection, by name."""
+    return {c.case.name: {name: r.value for name, r in c.layers.items()} for c in found if c.layers}
+
+
 def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict[str, Any]:
     """The three figures with their 95% intervals, and what they are made of. None: nothing was measured.
 

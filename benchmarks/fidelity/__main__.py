@@ -49,6 +49,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autotune.cli.target import model_facts
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import evaluate, recorded
 from autotune.measure.score import Score
@@ -248,14 +249,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     made: list[Timed] = []
     torch.set_num_threads(args.threads)
-    loaded = load_model("tiny", dtype="bfloat16", device="cpu")
+    loaded = load_model("tiny", device="cpu")
     reference_step = ReferenceStep(TorchExecutor(loaded, kv_blocks=REFERENCE_BLOCKS), loaded.vocab_size)
     usual = reference_step.fastest()
     if not (args.conv and args.code):
         print("without --conv and --code: presets fitted to the Azure 2023 traces take the place of slices of them")
     with ExitStack() as stack:
         for kv_tokens in (KV_TOKENS, TIGHT_KV_TOKENS):
-            loaded = load_model("tiny", dtype="bfloat16", device="cpu")
+            loaded = load_model("tiny", device="cpu")
             base = UndisturbedClock() if args.undisturbed else MonotonicClock()
             clock = DriftCorrectedClock(base)
             real = TorchExecutor(loaded, kv_blocks=kv_tokens // BLOCK, clock=clock)
@@ -265,11 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             made.append(Timed(stack.enter_context(engine), clock, executor))
             if isinstance(base, UndisturbedClock):
                 base.follow(next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine ")))
-        facts = ModelFacts(
-            name="tiny", architecture=loaded.architecture, parameters=loaded.parameters, dtype="bfloat16", random_weights=True,
-            seed=0, max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size,
-            kv_bytes_per_token=loaded.kv_bytes_per_token,
-        )  # fmt: skip
+        facts = model_facts(loaded.info, seed=0)
         bench = Bench(made[0], made[1], facts, duration, args.seed)
         bench.warm_up(WARM_UP / 4 if args.quick else WARM_UP)
         budget_s = args.calibrate or (25.0 if args.quick else 60.0)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from autotune.bench.contenders import Contender, short
 from autotune.engines.defaults import VLLM_DEFAULTS
 from benchmarks.controller.constants import constants_of
-from benchmarks.controller.contenders import ALGORITHMS, LAYERS, OURS, POLICIES, STACK, Layer, attach
+from benchmarks.controller.contenders import ALGORITHMS, LAYERS, OURS, POLICIES, RIVALS, STACK, Layer, attach
 from runtime.knobs import KnobLimits, Knobs
 
-RIVALS = ("aimd", "bisection")
-"""Those that take part live: the strongest of the products' algorithms in simulation."""
+CONTROL, KNOBS_ONLY, NO_POLICY, ADMITTED = "control", "knobs only", "defaults", "defaults with admission"
+_LIVE: Mapping[str, tuple[Layer, ...]] = {
+    "aimd": ("knobs", "full"), "bisection": ("knobs", "full"), "niyama": ("full", "relegate"),
+}  # fmt: skip
+"""The layers with which rivals take part; others do with all."""
 
 
 def ours(limits: KnobLimits) -> Contender:
     """The predictive controller with all it has: knobs, budgets of single steps, early rejection, deadline order."""
-    return Contender("control", limits.clamp(VLLM_DEFAULTS), control=True, rejects=True)
+    return Contender(CONTROL, limits.clamp(VLLM_DEFAULTS), control=True, rejects=True)
 
 
 def ours_knobs_only(limits: KnobLimits) -> Contender:
     """The same turning knobs and nothing else."""
-    return layer_of(OURS, "knobs", limits, "knobs only")
+    return layer_of(OURS, "knobs", limits, KNOBS_ONLY)
 
 
 def layer_of(base: str, layer: Layer, limits: KnobLimits, name: str = "") -> Contender:
@@ -31,10 +35,21 @@ def layer_of(base: str, layer: Layer, limits: KnobLimits, name: str = "") -> Con
 
 
 def layers(limits: KnobLimits) -> list[Contender]:
-    """Everybody with one layer more at a time, but for ours with all, which takes part anyway."""
-    mine = [layer_of(OURS, layer, limits, "knobs only" if layer == "knobs" else "") for layer in STACK[:-1]]
-    theirs = [layer_of(rival, layer, limits) for rival in RIVALS for layer in ("knobs", "full")]
-    return [*mine, *theirs, admitted(limits.clamp(VLLM_DEFAULTS), "defaults with admission")]
+    """Everybody with one layer more at a time, but for ours with all, which takes part anyway. Of the rivals AIMD and bisection,
+    the strongest with knobs alone in simulation, take part with those, too."""
+    mine = [layer_of(OURS, layer, limits, KNOBS_ONLY if layer == "knobs" else "") for layer in STACK[:-1]]
+    theirs = [layer_of(rival, layer, limits) for rival in RIVALS for layer in _LIVE.get(rival, ("full",))]
+    return [*mine, *theirs, admitted(limits.clamp(VLLM_DEFAULTS), ADMITTED)]
+
+
+def base_and_layer(name: str) -> tuple[str, Layer]:
+    """Who the contender of that name is, and with which layer; a name of no layer's is with knobs alone."""
+    if name in (CONTROL, KNOBS_ONLY):
+        return OURS, "full" if name == CONTROL else "knobs"
+    if name == ADMITTED:
+        return NO_POLICY, "full"
+    found = [(base, layer) for base in ALGORITHMS for layer in LAYERS if name == f"{base} {LAYERS[layer]}"]
+    return found[0] if found else (name, "knobs")
 
 
 def admitted(knobs: Knobs, name: str = "") -> Contender:

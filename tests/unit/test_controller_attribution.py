@@ -142,7 +142,7 @@ class TestRatios:
         ("group", "mean", "rival"),
         [
             ("G", "gpu_truth_full", "gpu_truth_full_vs_best_rival_with_admission_mean"),
-            ("F", "frozen_full_vs_best_static_with_admission", "frozen_full_vs_best_rival_with_admission_mean"),
+            ("H", "frozen_full_vs_best_static_with_admission", "frozen_full_vs_best_rival_with_admission_mean"),
         ],
     )
     def test_measured_gpus_and_what_was_invented_afterwards_have_figures_of_their_own(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,13 +16,14 @@ from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile import find_profile, load_profile
 from autotune.profile.serving import serving_cost
 from autotune.profiling.setup import LOAD, typical_step
+from benchmarks.controller.contenders import LAYERS, OURS
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.__main__ import Plan as Rounds
 from benchmarks.controller_live.__main__ import main, prepare
 from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.machine import simulated
-from benchmarks.controller_live.summary import compared, panels, report, summary
-from benchmarks.live.contenders import admitted, layers, ours, ours_knobs_only
+from benchmarks.controller_live.summary import compared, layer_ratios, panels, report, summary
+from benchmarks.live.contenders import admitted, base_and_layer, layers, ours, ours_knobs_only
 from benchmarks.live.learning import served
 from benchmarks.live.loads import Case, slo_for
 from benchmarks.live.machine import Machine
@@ -234,8 +236,15 @@ def test_layers_are_compared_with_the_best_fixed_setting_that_has_the_same_admis
     names = [c.name for c in others]
     assert names[:3] == ["knobs only", "predictive + step budgets", "predictive + deadline order"]
     assert names[3:] == [
-        "aimd knobs", "aimd + early rejection", "bisection knobs", "bisection + early rejection", "defaults with admission",
+        "aimd knobs", "aimd + early rejection", "bisection knobs", "bisection + early rejection", "gradient + early rejection",
+        "length_table + early rejection", "p-pas + early rejection", "niyama + early rejection", "niyama or relegation",
+        "defaults with admission",
     ]  # fmt: skip
+    assert [base_and_layer(name) for name in ("control", *names[:3])] == [
+        (OURS, x) for x in ("full", "knobs", "budget", "order")
+    ]
+    assert base_and_layer("niyama or relegation") == ("niyama", "relegate")
+    assert [base_and_layer(name) for name in (vllm.name, names[-1])] == [("defaults", "knobs"), ("defaults", "full")]
     plan, case = Rounds((1,), SECONDS, 1.0), "conversation"
     everywhere = [vllm, control, *others]
     made = prepare(machine, SIMULATION, COST, SLOWER, plan, everywhere, [case], 1.5, GRID[::14], (fixed, admitted))
@@ -259,6 +268,11 @@ def test_layers_are_compared_with_the_best_fixed_setting_that_has_the_same_admis
     said: list[str] = []
     report([found], vllm, said.append)
     assert any(line.startswith("aimd + early rejection") for line in said)
+    drawn = ElementTree.fromstring(figures.layers_picture(layer_ratios([found]), "a < b"))
+    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"niyama", "best fixed", case, "geometric mean", *LAYERS.values()} <= set(texts) and "control" not in texts
+    dots = [dot for dot in drawn.iter("{http://www.w3.org/2000/svg}circle")]
+    assert len(dots) == len(LAYERS) + 2 * len(found.layers), "a legend, and everybody with the load and with the mean"
     assert "layers" not in summary([found._replace(layers={})], control, vllm)
 
 
@@ -300,8 +314,10 @@ def test_nonsense_is_said_before_anything_is_loaded(
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--plot", "picture.pdf"]) == 2
-    assert "picture.pdf must end in .html" in capsys.readouterr().err
+    assert main(["--plot", "picture.svg"]) == 2
+    assert "picture.svg must end in .html" in capsys.readouterr().err
+    assert main(["--layers", "--plot", "picture.pdf"]) == 2
+    assert "picture.pdf must end in .html or .svg" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

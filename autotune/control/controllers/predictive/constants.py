@@ -1,10 +1,11 @@
 """Every constant of the predictive controller, with what it was chosen on.
 
-``benchmarks.controller.ablation`` and ``docs/log.md`` have the experiments. M1 to M14, U1 to U3 and G1 to G8 are the scenarios of
-:mod:`benchmarks.controller.scenarios`; nothing here was chosen on U1 or G7, and on U2 and the other measured ones
-nothing but what says so; ``HOLDS_UP`` was chosen with G4 in sight. ``TILE`` of :mod:`autotune.control.controllers.parts.tiles`
-(64 to 512 were tried, and none) was chosen with all scenarios in sight, seeds 1 and 2, as were ceilings in whole tiles (seeds
-1 to 4).
+``benchmarks.controller.ablation`` and ``docs/log.md`` have the experiments. M1 to M14, U1 to U3, G1 to G8, F1 to F4 and H1 to H4
+are the scenarios of :mod:`benchmarks.controller.scenarios`; on U1 and H1 to H4 nothing here was chosen, and on U2, U3 and G1 to
+G8 only what says so; ``HOLDS_UP`` was chosen with G4 in sight. F1 to F4 were run beside others when ``SHORT``, ``WAITED``,
+``LEAST_BUDGET``, ``FAR``, ``WORSE`` and ``DOUBTED`` were chosen. ``TILE`` of
+:mod:`autotune.control.controllers.parts.tiles` (64 to 512 were tried, and none) was chosen with all scenarios of the time in
+sight, M1 to G8, seeds 1 and 2, as were ceilings in whole tiles (seeds 1 to 4).
 """
 
 # Tuned on M1 to M14, or chosen with their results in sight: they fit those scenarios better than they fit yours.
