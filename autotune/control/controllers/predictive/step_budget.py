@@ -103,7 +103,7 @@ class StepBudget:
         if not decodes:
             self._granted = view, math.inf
             some = max(self.prefill_quantum, constants.FLOOR)
-            return min(top, max(some, self._at_most(view, constants.CEILING * self.target)))
+            return min(top, max(some, self._at_most(view, self._longest)))
         if not learned.model.knows_prompts:
             target = min(view.step_time_target, self.target)
             self._granted = view, target
@@ -131,12 +131,17 @@ class StepBudget:
             allowed = max(slack, constants.BEHIND * target)
             if slack < target and self._queue_suffers(view, allowed):
                 allowed = target
-        allowed = min(allowed, longest, constants.CEILING * self.target)
+        allowed = min(allowed, longest, self._longest)
         if view.prompt_slack > self._targets.first:
             allowed = self._short(view, target, allowed)
         if allowed == math.inf:
             return top
         return self._at_most(view, allowed)
+
+    @property
+    def _longest(self) -> float:
+        """Seconds that no step is to exceed, whatever requests are ahead; inf while the speed of the machine keeps changing."""
+        return constants.CEILING * self.target if self._learned.unsteady <= 1 else math.inf
 
     def _at_most(self, view: SchedulerView, seconds: float) -> int:
         """Tokens of a step that takes at most ``seconds``."""
