@@ -20,7 +20,8 @@ class Actuator:
     """Puts proposals in force and logs them.
 
     ``now``: the engine's time as last known, s; ``regime``: that of the last proposal; ``start``: the knobs that the controller
-    began with, the profile's if there is one; ``logged``: how many decisions there have been. With ``observe_only`` it sets nothing.
+    began with, the profile's if there is one; ``logged``: how many decisions there have been. With
+    ``observe_only`` it sets nothing.
     """
 
     def __init__(
