@@ -37,14 +37,17 @@ class Panel(NamedTuple):
 
 
 def panels_of(values: Iterable[float], titles: Iterable[str], mark: float) -> list[Panel]:
-    """Panels of one scale that holds ``values``, with a tick at each tenth, and a darker one at ``mark``."""
-    known = [value for value in values if not math.isnan(value)] or [mark]
-    low, high = math.floor(10 * min(known) - 1e-9) / 10, math.ceil(10 * max(known) + 1e-9) / 10
-    return [Panel(title, low, high, 0.1, mark) for title in titles]
+    """Panels of one scale that holds ``values`` and ``mark``, of whole tenths: at most a dozen ticks, a darker one at ``mark``.
+    What is no finite number is left out."""
+    known = [value for value in values if math.isfinite(value)] + [mark]
+    low, high = math.floor(10 * min(known) - 1e-9), math.ceil(10 * max(known) + 1e-9)
+    tick = math.ceil((high - low) / 12)
+    low, high = low // tick * tick, -(-high // tick) * tick
+    return [Panel(title, low / 10, high / 10, tick / 10, mark) for title in titles]
 
 
 class Row(NamedTuple):
-    """What is drawn in one line: for each panel the value of each series; one that is absent or nan is not drawn.
+    """What is drawn in one line: for each panel the value of each series; one that is absent or not finite is not drawn.
 
     ``heading`` stands in bold beside the first of the rows that share it.
     """
@@ -80,7 +83,7 @@ def drawing(
         parts.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html.escape(row.label)}</text>')
         for place, (panel, values) in enumerate(zip(panels, row.values, strict=True)):
             start = left + place * (_PANEL + _GAP)
-            parts += _dots({s: start + panel.x(v) for s, v in values.items() if not math.isnan(v)}, y, looks)
+            parts += _dots({s: start + panel.x(v) for s, v in values.items() if math.isfinite(v)}, y, looks)
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -20,8 +20,8 @@ class Actuator:
     """Puts proposals in force and logs them.
 
     ``now``: the engine's time as last known, s; ``regime``: that of the last proposal; ``start``: the knobs that the controller
-    began with, the profile's if there is one; ``logged``: how many decisions there have been. With
-    ``observe_only`` it sets nothing.
+    began with, the profile's if there is one; ``changed``: whether any proposal has changed the knobs; ``logged``: how many
+    decisions there have been. With ``observe_only`` it sets nothing.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Actuator:
         self.regime = ""
         self._unmet = ""
         self.start = self._before
+        self.changed = False
         self.logged = 0
 
     def begin(self, start: Knobs | None) -> None:
@@ -67,6 +68,7 @@ class Actuator:
         self.regime, self._unmet = proposal.regime, proposal.unmet
         if wanted != current and not self._observe_only:
             engine.set_knobs(wanted, lease=self._lease)
+            self.changed = True
             self.log("set", proposal.cause, proposal.evidence, old=current, new=wanted)
         elif self._observe_only and wanted != current and wanted != self._last:
             self.log("observe", proposal.cause, proposal.evidence, old=current, new=wanted)

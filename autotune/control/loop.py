@@ -242,7 +242,7 @@ class Control(ReportsRates):
 
     def _stand_alone(self) -> None:
         """One last decision: its knobs were ceilings above the per-step budgets, and must hold without them."""
-        if not self._budgets_apply(False) or self._watchdog.raised:
+        if not self._budgets_apply(False) or not self._actuator.changed or self._watchdog.raised:
             return
         try:
             last = self._decided(self._actuator.now)

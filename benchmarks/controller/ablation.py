@@ -179,21 +179,18 @@ def _changed(name: str, value: float) -> Iterator[None]:
 
 
 def _with_constant(name: str, value: float) -> Callable[[Any], None]:
-    """Decisions and budgets with a constant at ``value``. It must be one that is looked up in them."""
+    """Decisions with a constant at ``value``. It must be one that is looked up in them."""
 
     def take_out(it: Any) -> None:
-        for method in ("decide", "budget"):
-            setattr(it, method, _under(name, value, getattr(it, method)))
+        decide = it.decide
+
+        def decided(*args: Any, **options: Any) -> Any:
+            with _changed(name, value):
+                return decide(*args, **options)
+
+        it.decide = decided
 
     return take_out
-
-
-def _under(name: str, value: float, method: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(*args: Any, **options: Any) -> Any:
-        with _changed(name, value):
-            return method(*args, **options)
-
-    return changed
 
 
 PARTS: Mapping[str, Callable[[Any], None]] = {

@@ -33,14 +33,9 @@ def render(panels: Sequence[Panel], duration: float, title: str) -> bytes:
     return page(title, [_section(panel, duration) for panel in panels])
 
 
-def layers_picture(ratios: Mapping[str, Mapping[str, float]], title: str) -> str:
-    """An SVG: a row for each contender, a panel for each load and their mean, a dot for each layer. ``ratios``: of each load and
-    contender, by name."""
-    names = dict.fromkeys(name for of_load in ratios.values() for name in of_load)
-    groups = {
-        **ratios,
-        "geometric mean": {name: _mean([of_load.get(name, math.nan) for of_load in ratios.values()]) for name in names},
-    }
+def layers_picture(groups: Mapping[str, Mapping[str, float]], title: str) -> str:
+    """An SVG: a row for each contender, a panel for each of ``groups``, a dot for each layer at its ratio there, by name."""
+    names = dict.fromkeys(name for of_load in groups.values() for name in of_load)
     rows: dict[str, list[dict[str, float]]] = {}
     for name in names:
         base, layer = base_and_layer(name)
@@ -54,10 +49,6 @@ def layers_picture(ratios: Mapping[str, Mapping[str, float]], title: str) -> str
         description=f"{title}: {', '.join(groups)}.",
         left=130,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else math.nan
 
 
 def _section(panel: Panel, duration: float) -> Section:

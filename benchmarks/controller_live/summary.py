@@ -68,8 +68,12 @@ def panels(found: Sequence[Compared], ours: Contender, vllm: Contender) -> list[
 
 
 def layer_ratios(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
-    """Of each case everybody's goodput over that of the best fixed setting with order and early rejection, by name."""
-    return {c.case.name: {name: r.value for name, r in c.layers.items()} for c in found if c.layers}
+    """Of each case, and of all together, everybody's goodput over that of the best fixed setting with order and early rejection,
+    by name."""
+    layered = [c for c in found if c.layers]
+    names = dict.fromkeys(name for c in layered for name in c.layers)
+    means = {name: geometric_mean([c.layers[name] for c in layered if name in c.layers]).value for name in names}
+    return {c.case.name: {name: r.value for name, r in c.layers.items()} for c in layered} | {"geometric mean": means}
 
 
 def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def ours_knobs_only(limits: KnobLimits) -> Contender:
 
 
 def layer_of(base: str, layer: Layer, limits: KnobLimits, name: str = "") -> Contender:
-    """What sets knobs in the simulated benchmark under this name, with the layers up to ``layer`` and the same constants."""
+    """What sets knobs in the simulated benchmark under this name, with the layers up to ``layer`` and the same constants. Only
+    Niyama has no order of its own here: in deadline order, as all others (its α was tuned to 0.1 ms a token, nearly that).
+    """
     made = partial(attach, ALGORITHMS[base], constants_of(base, layer), layer, POLICIES.get(layer))
     return Contender(name or f"{base} {LAYERS[layer]}", limits.clamp(VLLM_DEFAULTS), control=True, attach=made)
 

@@ -139,7 +139,7 @@ def test_another_listener_that_raises_changes_nothing(name: str) -> None:
 FEW_LONG = poisson(6, 15, 3000, 200, seed=8)
 MANY = poisson(60, 12, 300, 300, seed=8)
 MOVES = {
-    "predictive": ("max_batch_size", MANY),  # its steps have budgets of their own
+    "predictive": ("token_budget", FEW_LONG),
     "static": (None, FEW_LONG),
     "aimd": ("token_budget", FEW_LONG),
     "gradient": ("max_batch_size", MANY),

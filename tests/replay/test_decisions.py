@@ -72,7 +72,7 @@ def test_the_committed_decisions_are_worth_comparing() -> None:
         decisions = list(read_decisions(DATA / f"{name}.decisions.jsonl"))
         regimes |= {d.regime for d in decisions}
         changed |= {knob for d in decisions for knob, _, _ in d.changes}
-        assert sum(bool(d.changes) for d in decisions) >= 3
+        assert sum(bool(d.changes) for d in decisions) >= 4
     assert {"learning", "compute-limited", "demand-limited", "kv-limited"} <= regimes
     assert {"max_batch_size", "token_budget", "chunk_size"} <= changed
     assert sum(path.stat().st_size for path in DATA.iterdir()) < 200_000

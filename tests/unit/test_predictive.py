@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from autotune import control
 from autotune.control.controllers.predictive import PredictiveController, constants
 from autotune.control.decision_log import Decision
-from autotune.measure.evaluate import Recorder
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, StepRecord
@@ -212,33 +212,12 @@ def test_a_token_budget_that_bounds_the_sequences_is_raised() -> None:
     assert min(set_to) < 48 and max(set_to) > 60
 
 
-def test_where_steps_have_budgets_the_knobs_that_hold_a_step_are_as_open_as_the_engine_is() -> None:
-    """Each has no more than twice the target asks for, also where nothing decodes, and may always begin a prompt."""
-    slo, limits = SLO(ttft_ms=1000, tpot_ms=25), KnobLimits(256, 0, 4096, 2048)
-    engine, heard = SimulatedEngine(slow_cpu, knobs=Knobs(64, 0, 512, 256), limits=limits), Recorder()
-    engine.subscribe(heard)
+def test_steps_with_budgets_of_their_own_may_hold_64_tokens() -> None:
+    slo = SLO(ttft_ms=1000, tpot_ms=25)
+    engine = SimulatedEngine(lambda step: 0.015 + 1e-3 * (step.decodes + step.prefill_tokens), knobs=VLLM)
     with control(engine, slo=slo) as attached:
-        engine.play([(0.0, 100, 20)] * 4)
-        assert attached.decisions[-1].new["token_budget"] == 512, "it does not bind"
-        heard.steps.clear()
-        engine.play([(engine.now + 5 * i, 400, 20) for i in range(8) for _ in range(20)])
-        assert (engine.knobs.token_budget, engine.knobs.chunk_size) == (4096, 2048)
-        alone = [s for s in heard.steps if s.prefill_tokens and not s.decodes]
-        assert alone and all(0.05 < s.duration < 0.075 for s in alone[-12:]), "4,096 tokens take a second"
-        assert max(s.duration for s in heard.steps[len(heard.steps) // 2 :]) < 0.075
-
-
-def test_a_step_in_which_nothing_decodes_holds_64_tokens_of_a_prompt_at_least() -> None:
-    def slow(step: StepFeatures) -> float:
-        return 0.015 + 1e-3 * (step.decodes + step.prefill_tokens)
-
-    engine, heard = SimulatedEngine(slow, knobs=VLLM), Recorder()
-    engine.subscribe(heard)
-    with control(engine, slo=SLO(ttft_ms=1000, tpot_ms=25)):
-        engine.play(poisson(1, 60, 150, 13, seed=1))
-    late = heard.steps[len(heard.steps) // 2 :]
-    assert max(s.prefill_tokens for s in late if not s.decodes) == 64, "a step of twice the target would hold 35"
-    assert max(s.prefill_tokens for s in late if s.decodes) < 40
+        engine.play(poisson(5, 10, 72, 13, seed=1))
+        assert min(d.new["token_budget"] for d in attached.decisions) == 64
 
 
 def test_an_untrusted_model_leaves_the_starting_knobs() -> None:
@@ -257,7 +236,7 @@ def test_an_untrusted_model_leaves_the_starting_knobs() -> None:
 
 
 def test_a_cause_says_what_a_knob_follows_from() -> None:
-    """Each step has its own budget; slots follow from what ran, not from a prediction of 0 ms."""
+    """A step over the target is a ceiling or carries the load; slots follow from what ran, not from a prediction of 0 ms."""
     engine = SimulatedEngine(h200, knobs=VLLM)
     with control(engine, slo=INTERACTIVE) as attached:
         engine.play(poisson(15, 10, 1000, 50, seed=8))
@@ -269,15 +248,46 @@ def test_a_cause_says_what_a_knob_follows_from() -> None:
     assert not any(re.search(r"\b0 (ms|steps)", d.cause) for d in attached.decisions)
 
 
-def test_a_limit_that_is_no_whole_tile_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ceiling_above_the_budgets_of_steps_is_of_whole_tiles_and_rises_again() -> None:
+    """Below one that is not, the largest steps would end in the middle of a tile."""
+    engine = SimulatedEngine(h200, knobs=VLLM)
+    with control(engine, slo=INTERACTIVE) as attached:
+        load = poisson(15, 10, 1000, 50, seed=8)
+        engine.play(load)
+        engine.set_slo(SLO(ttft_ms=500, tpot_ms=12))
+        engine.play([(engine.now + at, prompt, output) for at, prompt, output in load])
+        strict = engine.knobs.token_budget
+        engine.set_slo(SLO(ttft_ms=500, tpot_ms=60))
+        engine.play([(engine.now + at, prompt, output) for at, prompt, output in load])
+        relaxed = engine.knobs.token_budget
+        ceilings = {d.new["token_budget"] for d in attached.decisions if d.action == "set"}
+    assert strict < 1024 < relaxed
+    assert len(ceilings) > 2 and not any(ceiling % 256 for ceiling in ceilings)
+
+
+def test_a_ceiling_does_not_move_between_two_tiles_when_predictions_scatter() -> None:
+    engine = SimulatedEngine(h200, knobs=VLLM, noise=0.1, seed=1)
+    slo = SLO(ttft_ms=1000, tpot_ms=14)
+    with control(engine, slo=slo) as attached:
+        engine.play(poisson(22, 20, 1200, 120, seed=8))
+        budgets = [d.new["token_budget"] for d in attached.decisions if d.action == "set"]
+    moves = [after for before, after in pairwise(budgets) if after != before]
+    assert len(moves) <= 3, budgets
+
+
+@pytest.mark.parametrize("budgeted", [True, False])
+def test_a_limit_that_is_no_whole_tile_is_used_up(budgeted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "WORTHWHILE", 2000)  # else a smaller one would do
     start, slo = Knobs(1024, 0, 2000, 2000), SLO(ttft_ms=1000, tpot_ms=60)
     engine = SimulatedEngine(h200, knobs=start, limits=KnobLimits(1024, 0, 2000, 2000))
     controller = PredictiveController(slo, start)
-    with control(engine, slo=slo, controller=KnobsOnly(controller)) as attached:
+    with control(engine, slo=slo, controller=controller if budgeted else KnobsOnly(controller)) as attached:
         engine.play(poisson(22, 10, 1200, 120, seed=8))
         assert {d.new["token_budget"] for d in attached.decisions if d.action == "set"} <= {2000}
         assert controller.regime == "demand-limited", "nothing was learned"
+    assert controller._ceiling_in_tiles(2010, 512, 2000) == 2000
+    assert [controller._ceiling_in_tiles(tokens, 1024, 2000) for tokens in (900, 940, 1100)] == [768, 1024, 1024]
+    assert controller._ceiling_in_tiles(940, 1000, 2000) == 768, "the one in force is of no whole tile"
 
 
 def test_sizes_of_steps_that_have_budgets_of_their_own_are_looked_for_by_their_own_weight(
@@ -296,11 +306,7 @@ def test_sizes_of_steps_that_have_budgets_of_their_own_are_looked_for_by_their_o
             engine.play(poisson(30, 20, 220, 60, seed=3))
             with monkeypatch.context() as patched:
                 patched.setattr(type(controller._demand), "per_second", 7000.0)
-                if budgeted:
-                    controller._size_quantum(20, 0.0143, 8192)
-                    sizes.append(20 + controller._steps.prefill_quantum)
-                else:
-                    sizes.append(controller._size(20, 0.0143, 7000.0, 8192, constants.LONG))
+                sizes.append(controller._ceiling_for(20, 0.0143, 8192))
     assert 100 < sizes[0] < sizes[1]
 
 

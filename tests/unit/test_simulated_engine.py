@@ -135,9 +135,7 @@ def test_arguments_out_of_bounds(options: dict[str, Any], text: str) -> None:
 def test_a_controller_decides_the_same_whether_or_not_steps_could_be_skipped() -> None:
     made = []
     for fast_forward in (True, False):
-        engine = SimulatedEngine(
-            FAST, kv_tokens=60_000, limits=LIMITS, knobs=Knobs(2, 0, 32, 32), fast_forward=fast_forward, noise=0.02
-        )
+        engine = SimulatedEngine(FAST, kv_tokens=60_000, limits=LIMITS, fast_forward=fast_forward, noise=0.02)
         heard = Everything()
         engine.subscribe(heard)
         with control(engine, slo="ttft=200ms,tpot=4ms") as attached:

@@ -5,7 +5,7 @@ are the scenarios of :mod:`benchmarks.controller.scenarios`; on U1 and H1 to H4 
 G8 only what says so; ``HOLDS_UP`` was chosen with G4 in sight. F1 to F4 were run beside others when ``SHORT``, ``WAITED``,
 ``LEAST_BUDGET``, ``FAR``, ``WORSE`` and ``DOUBTED`` were chosen. ``TILE`` of
 :mod:`autotune.control.controllers.parts.tiles` (64 to 512 were tried, and none) was chosen with all scenarios of the time in
-sight, M1 to G8, seeds 1 and 2.
+sight, M1 to G8, seeds 1 and 2, as were ceilings in whole tiles (seeds 1 to 4).
 """
 
 # Tuned on M1 to M14, or chosen with their results in sight: they fit those scenarios better than they fit yours.
@@ -21,7 +21,7 @@ LONG_BUDGETED = 0.35  # the same with step budgets (M9 and with stalls, M10, M13
 DEMAND_S = 5.0  # memory of the demand (M2, M4, M9, M10, M14)
 HOLDS_UP = 0.5  # of the tightest TTFT: a prompt that has time and takes longer is cut (M6, M7, U3, G4 and six more)
 COMPUTED = 0.75  # of its TTFT target: time for a long prompt to be computed in (M6)
-CEILING = 2.0  # of the step-time target: no step is longer, whatever requests are ahead (M1, M3 to M5, M7)
+CEILING = 2.0  # the ceiling above step budgets, in step-time targets (M1, M3 to M5, M7)
 
 # Tuned on the adversaries of the benchmark, and on M1 to M14 with seeds 1 to 3: when the starting knobs come back ---------------
 # KEPT alone: on G2, G3, M9 and its variants, M10, U2, U3, seeds 1 to 4 (.7) and 231 to 240 (.6), M14 of 201 to 210 in sight.
@@ -100,6 +100,7 @@ WINDOW = 256  # requests, and steps, that statistics are of
 MEMORY = 0.02  # weight of the newest step in shares and means
 SAMPLE = 16  # lengths that stand for all of the latest ones
 FLOOR = 64  # prompt tokens that a step with a budget of its own may always hold, and slots that need no proof
+NEAR = 1.1  # of what a ceiling should be: one in force that is no higher stays
 REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 BINDS = 0.01  # share of steps from which on a limit binds
 GROWTH = 1.19  # from one size of a step to the next when sizes are tried: four for a factor of two

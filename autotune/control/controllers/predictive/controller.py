@@ -8,10 +8,12 @@ actual/predicted and τ the TPOT target:
   ever seen (at least 64), or than stay below a slow region (:mod:`.trusted_model`). What
   D decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
-- ``token_budget`` and ``chunk_size``: all that the engine takes, since each step has a budget of its own. Where the engine asks
-  for none (:meth:`budgets_apply`), the knobs are all that holds a step: ``token_budget`` is what fits τ, or what carries the load
-  (:mod:`.step_size`), in whole tiles, at least 32, and ``chunk_size`` as much, or less if long prompts that have time would hold
-  up those that have none (:class:`.step_size.Chunks`);
+- ``token_budget``: D plus the P that a step of 2τ holds, in whole tiles (at least 64, a token for each slot, and prompts that
+  had better come together), a ceiling for the per-step budget. Where the engine asks for no such budget
+  (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what fits τ, or what carries the load
+  (:mod:`.step_size`), at least 32;
+- ``chunk_size``: the whole budget; where knobs are all there is, less if long prompts that have time would hold up those that
+  have none (:class:`.step_size.Chunks`);
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing;
 - ``draft_tokens``: stays at 0 where it starts there, else up while steps wait for memory and down when they compute
   (:mod:`.drafting`).
@@ -29,8 +31,9 @@ TTFT and E2E contain queueing and never make a batch or a step smaller: that wou
 
 Do no harm. Where knobs alone hold, the starting ones come back when requests fared better under them (:mod:`.start_comparison`).
 On a host that others keep busy, step times jump for reasons that no model of a step knows. Where steps have budgets, and the
-speed of the machine keeps changing, ``max_batch_size`` is not cut below its start. Where the model says that no batch meets the
-target, a smaller one gains nothing: the starting one stays. Nor does it go below the most sequences that met the target lately.
+speed of the machine keeps changing, no knob is cut below its start. Where the model says that no batch meets the
+target, a smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the
+target lately.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a region of slow steps that is never
 left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. Source:
@@ -299,19 +302,36 @@ class PredictiveController:
             return self._propose("throughput", opened, "no target bounds a step: opening the knobs")
         if learning:
             return self._propose("learning", limits.clamp(knobs), _LEARNING)
-        batch, slots = self._slots(target / self._learned.bias, limits.max_batch_size)
+        seconds = target / self._learned.bias
+        batch, slots = self._slots(seconds, knobs, limits)
         decodes = int(min(batch, max(traffic.decodes.quantile(0.5), 1)))
-        if self._budgeted:
-            self._size_quantum(decodes, target / self._learned.bias, limits.token_budget)
-            budget, chunk = limits.token_budget, limits.chunk_size
-            why = (
-                f"each step has its own budget for {_ms(target)}{', or more to carry the load' if self._beyond else ''}"
+        budget = self._ceiling_for(decodes, seconds, limits.token_budget)
+        if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
+            prefill = self.model.most_prefill(
+                decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
             )
-        else:
-            budget, chunk, why = self._alone(now, decodes, target, knobs, limits)
-        if traffic.slots_bound < constants.BINDS and batch > knobs.max_batch_size:
-            batch = knobs.max_batch_size
-            slots = f"max_batch_size {batch} does not bind: not raised"
+            room = decodes + int(min(prefill, 1e9))
+            if self._steps.prefill_quantum:  # the budget is a size that was looked for
+                budget = max(budget, self._ceiling_in_tiles(room, knobs.token_budget, limits.token_budget))
+            else:
+                budget = self._ceiling_in_tiles(max(budget, room), knobs.token_budget, limits.token_budget)
+        elif budget < limits.token_budget:
+            budget = whole_tiles(budget, decodes, self._steps.tile)
+        least = constants.FLOOR if self._budgeted or targets.step == math.inf else constants.LEAST_BUDGET
+        least = self.start.token_budget if self._unsteady else least
+        budget = min(limits.token_budget, max(least, batch if self._budgeted else 0, budget))
+        if self._comparison.at_start or knobs.token_budget != self._in_force:
+            self._in_force, self._moved = knobs.token_budget, now
+        on_its_way = now - self._moved <= constants.SETTLE_S  # and is not pinned
+        if not self._budgeted and on_its_way and budget < constants.FAR * knobs.token_budget:
+            self._judged_from = now  # who comes until then decodes in steps that are longer than wanted
+        chunk = min(limits.chunk_size, budget)
+        why = self._why(budget, batch, limits.token_budget, _ms(target))
+        if not (self._budgeted or self._beyond):
+            cut = self._chunks.size(targets.firsts, target, budget - decodes, self._demand.per_second, chunk)
+            if cut < chunk:
+                slots = f"{slots}; chunks of {cut}: longer ones of prompts that have time hold up others"
+            chunk = cut
         bound = traffic.tokens_bound
         if knobs.token_budget < knobs.max_batch_size:  # no more sequences than tokens
             bound = max(bound, traffic.slots_bound)
@@ -323,65 +343,39 @@ class PredictiveController:
         regime = "demand-limited" if idle else "compute-limited"
         if traffic.preempts and not idle:
             regime, slots = "kv-limited", f"{slots}; the KV pool preempts"
-        if not self._budgeted:
-            prompt = budget - decodes
-            took = _ms(self._predicted(decodes, prompt))
-            why = f"predicted {took} for {decodes} decodes and {prompt} prompt tokens ({why})"
-        return self._propose(regime, Knobs(batch, 0.0, budget, chunk, **self._left_alone), f"{why}; {slots}")
+        prompt = budget - decodes
+        took = _ms(self._predicted(decodes, prompt))
+        cause = f"predicted {took} for {decodes} decodes and {prompt} prompt tokens ({why}); {slots}"
+        return self._propose(regime, Knobs(batch, 0.0, budget, chunk, **self._left_alone), cause)
 
-    def _alone(self, now: float, decodes: int, target: float, knobs: Knobs, limits: KnobLimits) -> tuple[int, int, str]:
-        """``token_budget`` and ``chunk_size`` where nothing else holds a step, and why."""
-        targets, top = self._targets, limits.token_budget
-        seconds, demand = target / self._learned.bias, self._demand.per_second
-        if targets.gap < math.inf:  # a gap is a single step, the fullest one too, and no mean
-            fullest = max(decodes, int(self._traffic.decodes.quantile(0.95)))
-            gap = min(self._gain.value, 1.0) * targets.gap / self._learned.margin.value
-            size = self._size(fullest, min(seconds, gap), 0.0, top, constants.LONG)
-        else:
-            size = self._size(decodes, seconds, demand, top, constants.LONG)
-        budget = whole_tiles(size, decodes, self._steps.tile) if size < top else top
-        budget = min(top, max(constants.FLOOR if targets.step == math.inf else constants.LEAST_BUDGET, budget))
-        if self._comparison.at_start or knobs.token_budget != self._in_force:
-            self._in_force, self._moved = knobs.token_budget, now
-        on_its_way = now - self._moved <= constants.SETTLE_S  # and is not pinned
-        if on_its_way and budget < constants.FAR * knobs.token_budget:
-            self._judged_from = now  # who comes until then decodes in steps that are longer than wanted
-        why = f"step-time target {_ms(target)}"
-        if budget == top:
-            why = f"as many as the engine takes; {why}"
-        elif self._beyond:
-            why = f"above the step-time target of {_ms(target)}, to carry the load"
-        chunk = min(limits.chunk_size, budget)
-        if not self._beyond:
-            cut = self._chunks.size(targets.firsts, target, budget - decodes, demand, chunk)
-            if cut < chunk:
-                why = f"{why}; chunks of {cut}: longer ones of prompts that have time hold up others"
-            chunk = cut
-        return budget, chunk, why
-
-    def _slots(self, seconds: float, top: int) -> tuple[int, str]:
+    def _slots(self, seconds: float, knobs: Knobs, limits: KnobLimits) -> tuple[int, str]:
         """``max_batch_size`` for steps of ``seconds``, as predicted, and what had the last word in it."""
+        top, max_decodes = limits.max_batch_size, self._learned.slow.max_decodes
         predict, context = self.model.predict, self._traffic.contexts.mean
         self._most = largest(lambda n: predict(StepFeatures(n, int(n * context), 0, 0, 0)) <= seconds, top, self._most)
         at_once = int(self._traffic.decodes.quantile(1))
         known = max(constants.FLOOR, constants.REACH * at_once)  # beyond that the model only guesses
-        max_decodes = self._learned.slow.max_decodes
         batch = int(max(1, min(max(self._most, self._least(top, at_once)), max_decodes, known, top)))
-        if batch == top:
-            return batch, f"{batch} sequences, as many as the engine takes"
-        if batch == max_decodes:
-            return batch, f"{batch} sequences: steps of more have been slow"
-        if batch == known:
-            return batch, f"{batch} sequences: at most {at_once} have run at once"
-        if batch <= max(self._most, 1):
-            return batch, f"predicted {_ms(self._predicted(batch))} for {batch} decodes alone"
-        if self._unsteady:
-            return batch, f"{batch} sequences, while the speed keeps changing"
-        if self._budgeted and self.model.error > constants.UNRELIABLE:
-            return batch, f"{batch} sequences, while predictions are off by {self.model.error:.0%}"
-        if self._most < 1:
-            return batch, f"{batch} sequences, as no batch meets the target"
-        return batch, f"{batch} sequences, which met the target lately"
+        if self._traffic.slots_bound < constants.BINDS and batch > knobs.max_batch_size:
+            batch = knobs.max_batch_size
+            why = f"max_batch_size {batch} does not bind: not raised"
+        elif batch == top:
+            why = f"{batch} sequences, as many as the engine takes"
+        elif batch == max_decodes:
+            why = f"{batch} sequences: steps of more have been slow"
+        elif batch == known:
+            why = f"{batch} sequences: at most {at_once} have run at once"
+        elif batch <= max(self._most, 1):
+            why = f"predicted {_ms(self._predicted(batch))} for {batch} decodes alone"
+        elif self._unsteady:
+            why = f"{batch} sequences, while the speed keeps changing"
+        elif self._budgeted and self.model.error > constants.UNRELIABLE:
+            why = f"{batch} sequences, while predictions are off by {self.model.error:.0%}"
+        elif self._most < 1:
+            why = f"{batch} sequences, as no batch meets the target"
+        else:
+            why = f"{batch} sequences, which met the target lately"
+        return batch, why
 
     def _least(self, top: int, at_once: int) -> int:
         """Sequences that the model is not trusted to go below: the starting ones where the speed keeps changing, where it has
@@ -397,19 +391,20 @@ class PredictiveController:
         """Whether the speed of the machine keeps changing, so that predictions are not to cut a knob by."""
         return self._budgeted and self._learned.unsteady > 1
 
-    def _size_quantum(self, decodes: int, target: float, top: int) -> None:
-        """How many prompt tokens had better come together, where steps have budgets of their own."""
-        prefill = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
-        self._beyond, self._steps.prefill_quantum = False, 0
-        if prefill < self._demand.per_second * target:  # hardly ever, and cheap to find out
-            size = self._size(decodes, target, self._demand.per_second, top, constants.LONG_BUDGETED)
-            if self._beyond and self._targets.gap == math.inf:
-                self._steps.prefill_quantum = size - decodes
-
-    def _size(self, decodes: int, target: float, demand: float, top: int, long: float) -> int:
+    def _ceiling_for(self, decodes: int, target: float, top: int) -> int:
         """Tokens of a step that fits the target, or that carries the load where such a one does not."""
+        demand, gap = self._demand.per_second, self._targets.gap
+        if gap < math.inf and not self._budgeted:  # a gap is a single step, the fullest one too, and no mean
+            target = min(target, min(self._gain.value, 1.0) * gap / self._learned.margin.value)
+            decodes, demand = max(decodes, int(self._traffic.decodes.quantile(0.95))), 0.0
+        if self._budgeted:
+            prefill = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
+            if prefill >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
+                self._beyond, self._steps.prefill_quantum = False, 0
+                return decodes
         requests = self._traffic.requests(self._usual.per_second)
         attains = None if requests is None else self._attains(decodes, target * self._learned.bias, requests)
+        long = constants.LONG_BUDGETED if self._budgeted else constants.LONG
 
         def seconds(tokens: int) -> float:
             return self._step_of(decodes, tokens)
@@ -418,7 +413,34 @@ class PredictiveController:
         self._beyond = size > self._full
         if not (self._beyond or self._budgeted):
             size = as_fast(seconds, decodes, size)
+        self._steps.prefill_quantum = size - decodes if self._beyond and gap == math.inf else 0
         return max(size, decodes + 16)
+
+    def _ceiling_in_tiles(self, tokens: int, in_force: int, top: int) -> int:
+        """A ceiling of at most ``tokens``, in whole tiles unless it is all that the engine takes (``top``).
+
+        The one in force, if it is of whole tiles, stays while ``tokens`` are not a tenth fewer: predictions that scatter about
+        the edge of a tile would move it at each decision.
+        """
+        if tokens >= top:
+            return top
+        ceiling = whole_tiles(tokens, 0, self._steps.tile)
+        if ceiling < in_force <= constants.NEAR * tokens and in_force == whole_tiles(in_force, 0, self._steps.tile):
+            return in_force
+        return ceiling
+
+    def _why(self, budget: int, batch: int, top: int, target: str) -> str:
+        """Why ``token_budget`` is to be ``budget``: what it was that had the last word."""
+        if budget == top:
+            return f"as many as the engine takes; step-time target {target}"
+        if budget == self.start.token_budget and self._unsteady:
+            return f"no fewer than at the start while the speed keeps changing; step-time target {target}"
+        if self._beyond:
+            return f"above the step-time target of {target}, to carry the load"
+        if self._budgeted:
+            slots = "a token for each slot, " if budget == batch else ""
+            return f"{slots}a ceiling: each step has its own budget for {target}"
+        return f"step-time target {target}"
 
     def _predicted(self, decodes: int, prompt: int = 0) -> float:
         """Seconds of a step of so many decodes of the usual context, beside one fresh prompt."""

@@ -5,9 +5,8 @@ actual/predicted, m its 90% quantile and τ the TPOT target: the largest P with 
 shares out what the tightest decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts
 would then miss their TTFT: then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is
 what it needs in reserve; a gap is a single step.) Where an E2E target asks for shorter steps than any TPOT does,
-being ahead of the latter is nothing to share out: a = τ. In any case a ≤ 2τ, for the tightest of the classes served lately, also
-where nothing decodes: what comes next waits for the step in flight. Targets that no step is short enough for do not count. D + P
-is rounded down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
+being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
+down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
 
 Where all prompts have longer than the tightest TTFT, as those of batch beside chat, a is at most τ/2, if such steps compute
 nearly as many prompt tokens a second: who comes next may have no more time than that, and waits for the step in flight.
@@ -97,13 +96,9 @@ class StepBudget:
         if view.in_flight is not None and learned.model.ready:  # the coming step begins when that one has ended
             ends = view.in_flight_since + learned.bias * learned.model.predict(view.in_flight)
             view = view.after(max(0.0, ends - view.now))
-        if not learned.trusted or decodes > learned.slow.max_decodes:
+        if not (decodes and learned.trusted) or decodes > learned.slow.max_decodes:
             self._granted = view, math.inf
             return top
-        if not decodes:
-            self._granted = view, math.inf
-            some = max(self.prefill_quantum, constants.FLOOR)
-            return min(top, max(some, self._at_most(view, self._longest)))
         if not learned.model.knows_prompts:
             target = min(view.step_time_target, self.target)
             self._granted = view, target
@@ -131,26 +126,16 @@ class StepBudget:
             allowed = max(slack, constants.BEHIND * target)
             if slack < target and self._queue_suffers(view, allowed):
                 allowed = target
-        allowed = min(allowed, longest, self._longest)
+        allowed = min(allowed, longest)
         if view.prompt_slack > self._targets.first:
             allowed = self._short(view, target, allowed)
         if allowed == math.inf:
             return top
-        return self._at_most(view, allowed)
-
-    @property
-    def _longest(self) -> float:
-        """Seconds that no step is to exceed, whatever requests are ahead; inf while the speed of the machine keeps changing."""
-        return constants.CEILING * self.target if self._learned.unsteady <= 1 else math.inf
-
-    def _at_most(self, view: SchedulerView, seconds: float) -> int:
-        """Tokens of a step that takes at most ``seconds``."""
-        top, decodes = view.knobs.token_budget, view.decoding
-        prefill = self._most_prefill(view, seconds) if seconds < math.inf else math.inf
+        prefill = self._most_prefill(view, allowed)
         if prefill >= top:
             return top
         tokens = decodes + max(0, int(prefill))
-        return min(top, tokens if self._learned.unsteady > 1 else whole_tiles(tokens, decodes, self.tile))
+        return min(top, tokens if learned.unsteady > 1 else whole_tiles(tokens, decodes, self.tile))
 
     def _short(self, view: SchedulerView, target: float, allowed: float) -> float:
         """Seconds of a step whose prompts all have longer than the tightest TTFT; ``allowed`` where short steps compute far fewer
