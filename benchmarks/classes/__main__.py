@@ -16,7 +16,8 @@ Chat is served alone, then beside batch, the very same chat requests at the same
   controller.
 
 In virtual time on two GPUs and, with shorter requests, on a CPU by the step times of its profile; ``--live`` on the engine
-itself, ``tiny`` in bfloat16 on one CPU thread (``default`` and ``defaults``, unless ``--contender`` says otherwise). There,
+itself, ``tiny`` in the dtype that is fast there, on one CPU thread (``default`` and ``defaults``, unless ``--contender`` says
+otherwise). There,
 
 - lengths follow from a calibration on the spot, as in ``benchmarks.controller_live``. The SLOs are those of virtual time, TTFT
   500 ms, TPOT 50 ms and for batch E2E 60 s, or on a machine too slow for these a multiple, as in ``autotune profile``. The
