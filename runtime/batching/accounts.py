@@ -54,7 +54,7 @@ def call_record(call: Call, running_items: int) -> StepRecord:
         waiting=call.waiting,
         waiting_tokens=call.waiting_cost,
         kv_free_blocks=0,
-        preemptions=call.retried,
+        preemptions=0,
         epoch=call.epoch,
         budget_used=call.cost,
         limited_by=call.limited_by or LimitedBy.DEMAND,

@@ -12,7 +12,7 @@ from runtime.batching.accounts import Peak, call_record
 from runtime.batching.core import BatchCore
 from runtime.batching.invoke import Function, Ran, WorkerDied, run_call
 from runtime.batching.item import ENDED, Call, Item
-from runtime.batching.outcomes import count_failed, deliver, fail_lost, hand_out, outcome_records
+from runtime.batching.outcomes import any_failed, count_failed, deliver, fail_lost, hand_out, outcome_records
 from runtime.shared.listeners import Listeners
 
 log = logging.getLogger(__name__)
@@ -71,11 +71,12 @@ class Calls:
 
     def _finish(self, call: Call, ran: Ran) -> None:
         core, items, outcomes = self._core, call.items, ran.outcomes
-        call.stretched |= ran.runs > 1
+        some_failed = any_failed(outcomes)
+        call.stretched |= ran.runs > 1 or not ran.fitted  # cut short as well, where it raised
         call.peak_bytes = self._peak.bytes()
-        call.failed += count_failed(outcomes)
         with self._lock:
-            live = [item.state is not ENDED for item in items]  # the rest timed out while they ran
+            live = [item.state is not ENDED for item in items]  # the rest ended while they ran: timed out, say
+            call.failed += count_failed(outcomes, live) if some_failed else 0
             core.done(call, self._now())
             core.learn_memory(call, ran.oom, ran.fitted)
             running = sum(len(other.items) for other in core.state.running)

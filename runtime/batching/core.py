@@ -275,7 +275,7 @@ class BatchCore:
             blamed = [part for part in failed if not any(at in part for at in alone)] if fitted else failed
             changed = memory.ran_out(whole, [load(part) for part in blamed], [load(part) for part in fitted])
         else:
-            changed = memory.lowered and call.failed < len(call.items) and memory.fitted(whole)
+            changed = bool(fitted) and memory.lowered and call.failed < len(call.items) and memory.fitted(whole)
         if changed:
             self.settings.limit(memory.effective)
 

@@ -87,8 +87,8 @@ class Call:
     """
 
     __slots__ = (
-        "_busy", "cost", "end", "epoch", "failed", "items", "limited_by", "others", "peak_bytes", "predicted", "retried",
-        "start", "stretched", "waiting", "waiting_cost", "worker",
+        "_busy", "cost", "end", "epoch", "failed", "items", "limited_by", "others", "peak_bytes", "predicted", "start",
+        "stretched", "waiting", "waiting_cost", "worker",
     )  # fmt: skip
 
     def __init__(self, items: Sequence[Item], cost: int, worker: int, start: float, epoch: int, others: int) -> None:
@@ -102,8 +102,7 @@ class Call:
         self.predicted: float | None = None
         self.limited_by: Any = None
         self.failed = 0
-        self.retried = 0
-        self.stretched = False  # it took more than one call of the function (halved, isolated): no time to learn from
+        self.stretched = False  # cut short, or more than one call of the function: no time to learn from
         self.peak_bytes: int | None = None
         self.waiting = 0  # items and cost left in the queue when it began
         self.waiting_cost = 0

@@ -23,11 +23,16 @@ def _handle(item: Item) -> Any:
     return handle
 
 
-def count_failed(outcomes: Outcomes) -> int:
-    """Items that got an exception."""
+def any_failed(outcomes: Outcomes) -> bool:
+    """Whether an item got an exception."""
     if set(map(type, outcomes)) <= _PLAIN:
-        return 0
-    return sum(isinstance(outcome, BaseException) for outcome in outcomes)
+        return False
+    return any(isinstance(outcome, BaseException) for outcome in outcomes)
+
+
+def count_failed(outcomes: Outcomes, live: Sequence[bool]) -> int:
+    """Items that end with an exception; those that had ended (not ``live``) do not."""
+    return sum(alive and isinstance(outcome, BaseException) for outcome, alive in zip(outcomes, live, strict=True))
 
 
 def deliver(items: Sequence[Item], outcomes: Outcomes, live: Sequence[bool]) -> None:

@@ -26,8 +26,8 @@ Work and rate are those of :mod:`runtime.llm.prefill_rate`; while nothing is kno
 not lock everybody out: when nothing has been let in for :data:`PROBE_S` and nothing else is being computed, the next is let in
 whatever is predicted.
 
-Failure mode: outputs that fill all slots or the KV pool make tokens wait for sequences to end; the measured rate follows, a
-second late. Related: early rejection by predicted TTFT as in Mooncake (FAST 2025).
+Failure mode: outputs that fill all slots or the KV pool make tokens wait for sequences to end; the measured rate follows, late,
+and counts for those that still wait for a slot alone. Related: early rejection by predicted TTFT as in Mooncake (FAST 2025).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Admission:
         if sequence.preemptions and self._relegated_when_late(sequence):  # it had begun
             return None
         own = self.rate.tokens(work_of(sequence))
-        verdict = self._judge(sequence, now, self.before(own, in_progress))
+        verdict = self._judge(sequence, now, self.before(own, in_progress), begins=True)
         if verdict is None:
             self._let_in = now
         return verdict
@@ -218,7 +218,7 @@ class Admission:
             return None
         target = self.target(sequence)
         left = self.left(sequence)
-        return self._late(sequence, now, self.before(left, others) + left, target, target)
+        return self._late(sequence, now, self.before(left, others) + left, target, target, begins=True)
 
     def observe(self, record: StepRecord) -> None:
         """A step has been made."""
@@ -242,20 +242,23 @@ class Admission:
             target = min(target, max(_LEAST_PROMPT * e2e, e2e - answer))
         return target
 
-    def _judge(self, sequence: Sequence, now: float, ahead: float) -> Verdict | None:
+    def _judge(self, sequence: Sequence, now: float, ahead: float, *, begins: bool = False) -> Verdict | None:
         target = self.target(sequence)
         if target == inf:
             return None
         reserve = 0.0 if self._weight(sequence) > self._lightest else _RESERVE
         work = ahead + self.rate.tokens(work_of(sequence))
-        verdict = self._late(sequence, now, work, target, (1 - reserve) * target)
+        verdict = self._late(sequence, now, work, target, (1 - reserve) * target, begins=begins)
         if verdict is not None and not ahead and now - self._let_in >= PROBE_S:
             self._probe = sequence
         return None if sequence is self._probe else verdict
 
-    def _late(self, sequence: Sequence, now: float, work: float, target: float, within: float) -> Verdict | None:
-        """A verdict if the last of ``work`` is predicted to be done more than ``within`` seconds after the arrival."""
-        after = now + self.rate.seconds_for(work, now) - sequence.request.arrival
+    def _late(
+        self, sequence: Sequence, now: float, work: float, target: float, within: float, *, begins: bool
+    ) -> Verdict | None:
+        """A verdict if the last of ``work`` is predicted to be done more than ``within`` seconds after the arrival. ``begins``:
+        ``sequence`` waits for no slot."""
+        after = now + self.rate.seconds_for(work, now, begins=begins) - sequence.request.arrival
         if not after > within:
             return None
         why = f"its first token is predicted after {after:.3g} s, its target is {target:.3g} s"

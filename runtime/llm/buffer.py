@@ -58,23 +58,23 @@ class TokenBuffer:
         self.done = False
         self.sequence: Sequence | None = None  # once the engine has queued it
         self._cancel = cancel
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._events: list[TokenEvent] = []
         self._lock = threading.Lock()  # waiters against put and end; held for a few instructions only
         self._text_lock = threading.Lock()  # readers against each other
         self._gates: list[tuple[bool, Callable[[], None]]] = []  # (wants every token, what opens the gate)
         self._futures: list[tuple[bool, asyncio.Future[None]]] = []
+        self._awaited: list[asyncio.Future[None]] = []  # the same, until who waits for them has gone on
 
     # -- the engine's side ----------------------------------------------------------------------------------------------
 
     @property
     def lost(self) -> bool:
-        """Whether the event loop that read it has been closed, and nobody else waits for it."""
-        loop = self._loop
-        if loop is None or not loop.is_closed():
+        """Whether somebody waited for it in an event loop when that was closed, and nobody else waits for it."""
+        if not self._awaited:
             return False
         with self._lock:
-            return not self._gates and all(future.get_loop().is_closed() for _, future in self._futures)
+            closed = [future.get_loop().is_closed() for future in self._awaited]
+            return not self._gates and bool(closed) and all(closed)
 
     def put(self, token: Token, wakes: Wakeups[TokenBuffer]) -> None:
         with self._lock:
@@ -114,8 +114,10 @@ class TokenBuffer:
             self._cancel(self)
 
     def read_by_thread(self) -> None:
-        """A thread reads it now: the end of an event loop that has read it no longer means that nobody does."""
-        self._loop = None
+        """A thread reads it now: the end of an event loop where it is waited for no longer means that nobody reads."""
+        if self._awaited:
+            with self._lock:
+                self._awaited.clear()
 
     def wait(self, seen: int | None, timeout: float | None = None) -> bool:
         """Block until there are more than ``seen`` tokens (None: no matter how many) or the request has ended.
@@ -139,19 +141,22 @@ class TokenBuffer:
 
     async def wait_async(self, seen: int | None) -> None:
         """As :meth:`wait`, without holding up the running event loop."""
-        self._loop = loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         with self._lock:
             if self._ready(seen):
                 return
             future: asyncio.Future[None] = loop.create_future()
             entry = (seen is not None, future)
             self._futures.append(entry)
+            self._awaited.append(future)
         try:
             await future
         finally:
             with self._lock:
                 if entry in self._futures:
                     self._futures.remove(entry)
+                if future in self._awaited:
+                    self._awaited.remove(future)
 
     def _ready(self, seen: int | None) -> bool:
         return self.done or (seen is not None and len(self.tokens) > seen)

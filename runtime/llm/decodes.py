@@ -46,10 +46,6 @@ class Decodes(DecodeSet):
         self._reordered = False  # whether a member may be counted from a later step than those behind it
         self._wheel: list[dict[Sequence, None]] = [{} for _ in range(kv.block_size)]
 
-    @property
-    def last_end(self) -> float | None:
-        return self._ends[-1] if self._ends else None
-
     def newest(self) -> Sequence:
         return next(reversed(self.members))
 

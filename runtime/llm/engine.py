@@ -175,6 +175,7 @@ class Engine(TunableEngine):
         deadline_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
+        arrival: float | None = None,
         **sampling: Any,
     ) -> Stream:
         """Queue one request: ``prompt``, text or token ids, with ``params`` (greedy, 128 tokens, unless given).
@@ -184,13 +185,20 @@ class Engine(TunableEngine):
         whose it is, for the ordering ``fair`` and a prefix cache by tenant. ``request_class``: whose SLO it has, one of the
         engine's classes or ``default``. ``deadline_s`` from now orders requests and cancels nothing; after ``timeout_s``
         seconds the request ends, whatever its state. ``request_id`` (``#1``, ``#2``, … unless given) names it in records,
-        errors and :meth:`cancel`.
+        errors and :meth:`cancel`. ``arrival``: when it came, on ``clock``, if that was before this call; all its times count
+        from there.
 
         Raises ``ValueError`` for a prompt that is empty, holds unknown token ids, or is too long with ``max_tokens`` for the
         context or the KV pool, for an unknown class and for the id of another live request; ``TypeError`` for an unknown
         name; :class:`RejectedError` if the queue is full or the engine closed.
         """
-        arrival = self.clock.now()
+        now = self.clock.now()
+        if arrival is None:
+            arrival = now
+        elif not isinstance(arrival, int | float) or not 0 <= arrival <= now:  # a NaN is not, either
+            raise ValueError(
+                f"arrival is {arrival!r}; it must be a time on the engine's clock, between 0 and now ({now:g})"
+            )
         request = self._intake.request(
             f"#{next(self._ids)}" if request_id is None else request_id,
             prompt,

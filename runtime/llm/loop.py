@@ -8,6 +8,7 @@ is safe in finalizers too, and it is what wakes the thread when it has nothing t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -39,6 +40,7 @@ class EngineLoop:
 
     def __init__(self, core: Core, output: OutputProcessor, clock: Clock, *, max_queue: int, name: str) -> None:
         self.core = core
+        self.process = os.getpid()
         self.listeners = Listeners()
         self._completion_interval = CompletionInterval()
         self.listeners.subscribe(self._completion_interval)
@@ -63,7 +65,12 @@ class EngineLoop:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._closed or self._elsewhere
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this process was forked from the one that made it: the thread stayed there, and may hold the lock."""
+        return os.getpid() != self.process
 
     @property
     def here(self) -> bool:
@@ -71,12 +78,16 @@ class EngineLoop:
         return threading.current_thread() is self._thread
 
     def may_wait(self) -> None:
-        """Raise ``RuntimeError`` in the engine's own thread: it would wait for itself."""
+        """Raise ``RuntimeError`` in the engine's own thread, which would wait for itself, and EngineClosedError in another
+        process, where nothing comes."""
+        self._check_process()
         if self.here:
             raise RuntimeError("a listener or step policy runs in the engine's thread and cannot wait for its tokens")
 
     def submit(self, request: Request, buffer: TokenBuffer) -> None:
-        """Queue ``request``. Raises RejectedError (queue full, closed), or ``ValueError`` if its id is in use."""
+        """Queue ``request``. Raises RejectedError (queue full, closed), ``ValueError`` if its id is in use, or
+        EngineClosedError in another process."""
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise self._rejected(request, "closed", self._why_closed(), None) from self.error
@@ -91,8 +102,8 @@ class EngineLoop:
             self._on_the_way += 1
 
     def cancel(self, request_id: str) -> bool:
-        """End a request, whatever its state. False if no live request has this id."""
-        buffer = self._live.get(request_id)
+        """End a request, whatever its state. False if no live request of this process has this id."""
+        buffer = None if self._elsewhere else self._live.get(request_id)
         if buffer is None:
             return False
         self.cancel_buffer(buffer)
@@ -104,6 +115,7 @@ class EngineLoop:
 
     def locked(self, change: Callable[[], T]) -> T:
         """Make ``change`` under the lock at once, on an open engine, and have the thread look at its consequences."""
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise EngineClosedError(self._why_closed()) from self.error
@@ -113,13 +125,16 @@ class EngineLoop:
 
     def post(self, change: Callable[[], object]) -> None:
         """Have the thread make ``change`` between two steps, without waiting for it. Raises EngineClosedError."""
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise EngineClosedError(self._why_closed()) from self.error
             self._inbox.put(partial(_contained, change))
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Answer ``question`` on the engine's thread, between steps; after the end of the thread, at once."""
+        """Answer ``question`` on the engine's thread, between steps; after the end of the thread, at once. Raises
+        EngineClosedError in another process."""
+        self._check_process()
         if self.here:
             return question()
         answer: Future[T] = Future()
@@ -131,6 +146,8 @@ class EngineLoop:
 
     def close(self, drain: bool) -> None:
         """Accept nothing more; finish (``drain``) or cancel what there is; wait for the thread to end."""
+        if self._elsewhere:
+            return
         with self._lock:
             self._closed = True
             self._inbox.put(partial(self._close, drain))
@@ -144,6 +161,11 @@ class EngineLoop:
     def abandon(self) -> None:
         """Close without waiting, cancelling what there is. Takes no lock, so that a finalizer may call it."""
         self._inbox.put(self._abandoned)
+
+    def _check_process(self) -> None:
+        if self._elsewhere:
+            why = f"the engine was made in process {self.process}, before this one was forked; make it here"
+            raise EngineClosedError(why)
 
     def _why_closed(self) -> str:
         return "the engine is closed" if self.error is None else f"the engine stopped: {_described(self.error)}"

@@ -22,7 +22,7 @@ Decode = Callable[[list[int]], str]
 _UNFINISHED = "\ufffd"
 _REBASE = 16  # tokens decoded together, at most, while characters are complete ...
 _CONTEXT = range(4, 8)  # ... and how many then stay as context; a character of up to 4 bytes begins at one of these
-_GIVE_UP = 64  # tokens without a complete last character: it never will be
+_GIVE_UP = 64  # tokens decoded together, at most: what is not a character by then never will be, but for the last one
 
 
 class Detokenizer:
@@ -34,13 +34,14 @@ class Detokenizer:
     long the text. One thread at a time.
     """
 
-    __slots__ = ("_decode", "_held", "_longest", "_shown", "_stop", "_window", "pieces", "stopped")
+    __slots__ = ("_decode", "_held", "_longest", "_shown", "_stop", "_text", "_window", "pieces", "stopped")
 
     def __init__(self, decode: Decode | None, stop: Seq[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
         self._window: list[int] = []  # the last tokens, decoded together
+        self._text = ""  # theirs
         self._shown = 0  # characters of the window's text that were let through
         self._held = ""  # let through, but may begin a stop string
         self.stopped = False
@@ -54,14 +55,20 @@ class Detokenizer:
         window = self._window
         window.append(token)
         text = self._decode(window)
+        if text and text == self._text and not self._decode([token]):  # it shows nothing, and is no context either
+            window.pop()
+            self.pieces.append("")
+            return ""
         # What can still change is a run of U+FFFD at the end: bytes that may become a character (one U+FFFD for all of
         # them in byte-level tokenizers, one for each in those that fall back to bytes).
         stable = len(text.rstrip(_UNFINISHED))
         if len(window) > _GIVE_UP:
-            stable = len(text)
+            stable = max(stable, len(text) - 1)
+        complete = stable == len(text)
         piece = text[self._shown : stable]
-        self._shown = max(stable, self._shown)
-        if stable == len(text) and len(window) > _REBASE:
+        self._shown = stable if complete else max(stable, self._shown)
+        self._text = text
+        if len(window) > (_REBASE if complete else _GIVE_UP):
             self._rebase(text)
         if self._stop:
             piece = self._until_stop(piece)
@@ -78,23 +85,25 @@ class Detokenizer:
         if self._decode is None or self.stopped:
             return ""
         rest = self._held + self._decode(self._window)[self._shown :]
-        self._held, self._window, self._shown = "", [], 0
+        self._held, self._text, self._window, self._shown = "", "", [], 0
         if self.pieces:
             self.pieces[-1] += rest
         return rest
 
     def _rebase(self, text: str) -> None:
         """Keep only the last few tokens as context: what a token's text is depends on those just before it."""
-        window = self._window
+        window, hidden = self._window, max(0, len(text) - self._shown)
         for keep in _CONTEXT:
             tail = self._decode(window[-keep:]) if self._decode is not None else ""
-            if tail and text.endswith(tail) and not tail.startswith(_UNFINISHED):
-                break  # cut between characters: the context decodes to the same text as it did in the whole
+            known = tail.lstrip(_UNFINISHED)  # without what is left of a character that the cut goes through
+            if known and text.endswith(known):
+                break  # the context ends in the same text as it did in the whole
         else:
             if len(window) <= _GIVE_UP:
                 return
         del window[:-keep]
-        self._shown = len(tail)
+        self._text = tail
+        self._shown = max(0, len(tail) - hidden)
 
     def whole(self, tokens: list[int]) -> str:
         """The text of ``tokens`` by themselves, in one go; nothing is remembered."""

@@ -83,6 +83,8 @@ class Stream:
 
     async def aresult(self) -> Completion:
         """As :meth:`result`, in an event loop. Cancelling the waiting task leaves the request running."""
+        if not self._buffer.done:
+            self._check()
         await self._buffer.wait_async(None)
         return self._completion()
 
@@ -184,7 +186,10 @@ class AsyncTokenIterator(_Reading):
         return self
 
     async def __anext__(self) -> TokenEvent:
-        await self._stream._buffer.wait_async(self._index)
+        stream = self._stream
+        if not stream.done and len(stream._buffer.tokens) <= self._index:
+            stream._check()
+        await stream._buffer.wait_async(self._index)
         event = self._take()
         if event is None:
             raise StopAsyncIteration

@@ -24,7 +24,8 @@ _BEHIND: Final = 1e12  # added to the arrival it is a key behind those of orderi
 
 
 class WaitingQueue:
-    """Sequences that wait: preempted ones first, then by the ordering's key, relegated ones last. Leaving early is lazy: O(1)."""
+    """Sequences that wait: preempted ones first, then by the ordering's key, relegated ones last, preempted or not. Leaving early
+    is lazy: O(1)."""
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
@@ -36,7 +37,7 @@ class WaitingQueue:
         """Sequences that wait."""
         self._buckets: dict[int, Work] | None = None  # what is queued by key; only where any is; None until requested
         self.tokens = 0
-        """Prompt tokens queued that were not in the prefix cache when they came."""
+        """Prompt tokens queued that were not in the prefix cache when they were looked for, as a rule when they came."""
         self.relegated_tokens = 0
         """Those of them that belong to relegated sequences."""
 
@@ -69,7 +70,7 @@ class WaitingQueue:
 
     def _enter(self, sequence: Sequence) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (not sequence.preemptions, sequence.key, self._pushed, sequence))
+        heapq.heappush(self._heap, (*rank(sequence), self._pushed, sequence))
 
     def peek(self) -> Sequence | None:
         heap = self._heap
@@ -111,7 +112,7 @@ class WaitingQueue:
                 sequence = entry[3]
                 yield sequence
                 if sequence.key != entry[1]:
-                    heapq.heappush(heap, (*entry[:1], sequence.key, *entry[2:]))
+                    heapq.heappush(heap, (*rank(sequence), *entry[2:]))
 
     def removed(self, sequence: Sequence) -> None:
         """``sequence`` has been given a state other than waiting and is to be forgotten."""
@@ -128,10 +129,16 @@ class WaitingQueue:
     def _tally(self, sequence: Sequence, sign: int) -> None:
         tokens = sign * sequence.pending
         self.tokens += tokens
-        if sequence.relegated is not None and not sequence.preemptions:
+        if sequence.relegated is not None:
             self.relegated_tokens += tokens
         if self._buckets is not None:
             _add(self._buckets, sequence, sign)
+
+    def recount(self, sequence: Sequence, pending: int) -> None:
+        """So many tokens of the prompt of ``sequence``, which waits, are not in the prefix cache."""
+        self._tally(sequence, -1)
+        sequence.pending = pending
+        self._tally(sequence, 1)
 
     def work_before(self, sequence: Sequence) -> Work:
         """Of the prompts that go before that of ``sequence``, which waits, give or take a bucket of keys.
@@ -158,12 +165,11 @@ class WaitingQueue:
         """Wait by ``ordering`` from now on, those too that were relegated. Returns those for which it raised: they keep their
         place until they are ended."""
         waiting = [entry for entry in sorted(self._heap) if _stands(entry)]
-        other = None if ordering is self._ordering else ordering
-        self._ordering, self._buckets = ordering, None
+        before, self._ordering, self._buckets = self._ordering, ordering, None
         self._learning = learning(ordering)
         self.relegated_tokens = 0
-        failed = key_anew((sequence for *_, sequence in waiting), other)
-        self._heap = [(new, sequence.key, pushed, sequence) for new, _, pushed, sequence in waiting]
+        failed = key_anew((sequence for *_, sequence in waiting), ordering, before)
+        self._heap = [(*rank(sequence), pushed, sequence) for *_, pushed, sequence in waiting]
         heapq.heapify(self._heap)
         arrived = [sequence for *_, sequence in waiting if _never_ran(sequence)]
         self._arrived = deque(sorted(arrived, key=lambda sequence: sequence.request.arrival))
@@ -217,7 +223,7 @@ class WaitingQueue:
         live = [entry[3] for entry in self._heap if _stands(entry)]
         assert len(live) == len(self) == len(set(live)), "a sequence waits twice, or the count is wrong"
         assert self.tokens == sum(s.pending for s in live)
-        behind = [s for s in live if s.relegated is not None and not s.preemptions]
+        behind = [s for s in live if s.relegated is not None]
         assert self.relegated_tokens == sum(s.pending for s in behind)
         if self._buckets is not None:
             assert self.tokens == sum(work.tokens for work in self._buckets.values())
@@ -256,22 +262,26 @@ def key_of(ordering: Ordering, sequence: Sequence) -> float:
     return key
 
 
-def key_anew(sequences: Iterable[Sequence], ordering: Ordering | None) -> list[tuple[Sequence, Exception]]:
-    """Give each its key by ``ordering``, or its own one again (None); none is relegated any more. Returns those for which it
+def key_anew(sequences: Iterable[Sequence], ordering: Ordering, before: Ordering) -> list[tuple[Sequence, Exception]]:
+    """Give each its key by ``ordering`` in place of that by ``before``; none is relegated any more. The key that ``ordering``
+    gave it last is its key again: one that shares out what is asked for must not be asked twice. Returns those for which it
     raised, which keep their own."""
     failed: list[tuple[Sequence, Exception]] = []
     for sequence in sequences:
         sequence.key, sequence.relegated = given(sequence), None
+        if ordering is before:
+            continue
+        former, sequence.former = sequence.former, (before, sequence.key)
         try:
-            if ordering is not None:
-                sequence.key = key_of(ordering, sequence)
+            known = former is not None and former[0] is ordering
+            sequence.key = former[1] if former and known else key_of(ordering, sequence)
         except StepFailedError as error:
             failed.append((sequence, error))
     return failed
 
 
 def work_of(sequence: Sequence) -> Work:
-    """What is left of the prompt of ``sequence``, which waits: all but what the prefix cache held when it came."""
+    """What is left of the prompt of ``sequence``, which waits: all but what the prefix cache held when it was looked for."""
     return Work.of(sequence.pending, sequence.target - sequence.pending)
 
 
@@ -293,8 +303,8 @@ def _bucket(key: float) -> int:
 
 
 def rank(sequence: Sequence) -> tuple[bool, float]:
-    """What prompts are computed by, the smallest first: those that were preempted, then by the ordering."""
-    return not sequence.preemptions, sequence.key
+    """What prompts are computed by, the smallest first: those that were preempted, then by the ordering, then the relegated."""
+    return not sequence.preemptions or sequence.relegated is not None, sequence.key
 
 
 def precedes(begun: Sequence, waiting: Sequence) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from runtime.llm.buffer import TokenEvent
@@ -102,7 +103,7 @@ class CompletionShape:
 
     def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         texts = [self._text(token.token_id) for token in tokens]
-        offsets = [offset + sum(map(len, texts[:at])) for at in range(len(texts))]
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],

@@ -67,20 +67,27 @@ class Api:
     # -- answers --------------------------------------------------------------------------------------------------------
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        return await self._answer(body, body.prompt, self._completion, "cmpl", request)
+        self._accepts(body)
+        return await self._answer(body, body.prompt, self._completion, "cmpl", request, self.engine.clock.now())
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self._accepts(body)
+        arrival = self.engine.clock.now()
         length = sum(len(message.content) for message in body.messages)
         prompt = await _aside(length > LONG_TEXT, lambda: self._chat_tokens(body.messages))
-        return await self._answer(body, [prompt], self._chat, "chatcmpl", request)
+        return await self._answer(body, [prompt], self._chat, "chatcmpl", request, arrival)
 
     async def _answer(
-        self, body: GenerationRequest, prompts: Sequence[Prompt], shape: Shape, prefix: str, request: Request
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[Prompt],
+        shape: Shape,
+        prefix: str,
+        request: Request,
+        arrival: float,
     ) -> Response:
-        self._accepts(body)
         answer_id = f"{prefix}-{uuid.uuid4().hex}"
-        streams = await self._submit(body, prompts, answer_id)
+        streams = await self._submit(body, prompts, answer_id, arrival)
         if body.stream:
             begin = frame(answer_id, shape.chunk_kind, self.name)
             return EventStream(streams, lambda: self._events(body, prompts, shape, begin))
@@ -99,8 +106,11 @@ class Api:
             message = f"request_class is {body.request_class!r}; the classes are {', '.join(sorted(known))}"
             raise ApiError(400, message, param="request_class")
 
-    async def _submit(self, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str) -> list[Stream]:
-        """One request for each prompt, or none at all. Their ids begin with that of the answer."""
+    async def _submit(
+        self, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str, arrival: float
+    ) -> list[Stream]:
+        """One request for each prompt, or none at all. Their ids begin with that of the answer. ``arrival``: when it was asked
+        for."""
         streams: list[Stream] = []
         long = _length_of_texts(prompts) > LONG_TEXT
         try:
@@ -116,6 +126,7 @@ class Api:
                         tenant=body.user,
                         request_class=body.request_class,
                         request_id=request_id,
+                        arrival=arrival,
                     )
 
                 streams.append(await _aside(long, submit))

@@ -71,16 +71,18 @@ class Listeners:
 
 
 class CompletionInterval:
-    """How long it takes, lately, from one request's completion to the next: a moving average of the gaps, in seconds."""
+    """How long it takes, lately, from one request's completion to the next: a moving average of the gaps, in seconds. Time in
+    which there was nothing to run is no part of them."""
 
     WEIGHT: Final = 0.1  # of the newest gap
 
     def __init__(self) -> None:
         self.seconds: float | None = None
-        self._last: float | None = None
+        self._last: float | None = None  # the last completion, or when there was something to run again
 
     def on_step(self, record: StepRecord) -> None:
-        pass
+        if record.after_idle and self._last is not None:
+            self._last = max(self._last, record.start)
 
     def on_request(self, record: RequestRecord) -> None:
         if not record.completed:

@@ -221,13 +221,34 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     return to_device([np.array(values, np.float32)], like.device)[0].unsqueeze(-1)
 
 
+class _Seen:
+    """Which tokens stand in a sequence's prompt and output: marked one by one as they come, and kept in ``Sequence.data``."""
+
+    __slots__ = ("_counted", "_marks")
+
+    def __init__(self, prompt: Seq[int], vocab_size: int) -> None:
+        self._marks = np.zeros(vocab_size, np.bool_)
+        self._marks[np.array(prompt, np.int64)] = True
+        self._counted = 0  # tokens of the output that are marked
+
+    @classmethod
+    def of(cls, sequence: Sequence, vocab_size: int) -> np.ndarray:
+        """Their ids, in order."""
+        seen, output = sequence.data, sequence.output
+        if not isinstance(seen, cls) or len(seen._marks) != vocab_size or seen._counted > len(output):
+            seen = sequence.data = cls(sequence.request.prompt, vocab_size)
+        seen._marks[np.array(output[seen._counted :], np.int64)] = True
+        seen._counted = len(output)
+        return np.flatnonzero(seen._marks)
+
+
 def penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
     """Divide the positive and multiply the negative logits of tokens already seen, in place (Keskar et al. 2019)."""
     flat, penalties = [], []
     for row, sequence in enumerate(sequences):
         penalty = sequence.request.params.repetition_penalty
         if penalty != 1:
-            seen = np.unique(np.array((*sequence.request.prompt, *sequence.output), dtype=np.int64))
+            seen = _Seen.of(sequence, logits.shape[1])
             flat.append(seen + row * logits.shape[1])
             penalties.append(np.full(len(seen), penalty, dtype=np.float32))
     if flat:

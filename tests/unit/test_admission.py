@@ -238,6 +238,19 @@ def test_a_rate_far_too_low_locks_nobody_out() -> None:
     assert [r.arrival for r in records if r.completed] == pytest.approx([PROBE_S * k for k in range(4)])
 
 
+def test_a_prefix_that_others_have_computed_meanwhile_counts_no_more() -> None:
+    """Forty prompts that share 4,000 tokens come at once. The first computes them, and the rest are in time."""
+
+    def met(policy: AdmissionPolicy | None) -> int:
+        world = World(budget=2048, admission=policy, slo="ttft=1s", prefix_cache=True)
+        world.serve([Arrival(0.0, 4064, 4, ((0, 4000), (1 + n, 64))) for n in range(40)])
+        world.run()
+        return sum(map(SLO(ttft_ms=1000).met, world.records.values()))
+
+    assert met(None) == 40
+    assert met(AdmissionPolicy()) >= 30
+
+
 def test_a_source_that_raises_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         @property

@@ -13,6 +13,7 @@ import pytest
 from runtime import Batcher, FinishReason
 from runtime.batching.future import StreamFuture
 from runtime.batching.invoke import END
+from runtime.batching.item import Call
 from runtime.errors import RequestTimeoutError
 from tests.fakes import Records
 
@@ -119,6 +120,44 @@ def test_an_exception_in_a_slot_ends_that_items_stream_alone() -> None:
         ("good", FinishReason.STOP, 3),
     ]
     assert heard.steps[0].failed == 1 and heard.steps[0].sampled == 1
+
+
+@pytest.mark.parametrize(("sign", "failed"), [(RuntimeError("own"), 2), (END, 1)], ids=["failed", "well"])
+def test_an_item_that_has_ended_is_not_counted_again_when_the_call_fails(sign: Any, failed: int) -> None:
+    def stream(items: list[int]) -> Iterator[list[Any]]:
+        yield [sign, *[1] * (len(items) - 1)]
+        raise ValueError("mid")
+
+    heard = Records()
+    with Batcher(stream, strategy="static", max_batch_size=2) as b:
+        b.subscribe(heard)
+        first, second = b.submit(1), b.submit(2)
+        assert second.exception(30).args == ("mid",)
+        assert first.exception(30) is (None if sign is END else sign)
+    [call] = heard.steps
+    assert (call.chunks, call.failed, call.sampled) == (2, failed, 2 - failed)
+    assert [r.reason for r in heard.requests].count(FinishReason.ERROR) == failed
+
+
+def test_nothing_is_learned_from_a_call_that_raised_whoever_had_left_it() -> None:
+    gate = threading.Event()
+
+    def function(items: list[int]) -> list[int]:
+        assert gate.wait(30)
+        raise ValueError("all")
+
+    calls: list[Call] = []
+    with Batcher(function, strategy="static", max_batch_size=2) as b:
+        observe = b.strategy.observe
+        b.strategy.observe = lambda call, state: (calls.append(call), observe(call, state))[1]  # type: ignore[method-assign]
+        late, stays = b.submit(1, timeout_s=0.05), b.submit(2)
+        with pytest.raises(RequestTimeoutError):
+            late.result(30)
+        gate.set()
+        with pytest.raises(ValueError, match="all"):
+            stays.result(30)
+    [call] = calls
+    assert call.failed == 1 and not call.informative
 
 
 def test_a_short_items_stream_ends_before_the_longest_does() -> None:

@@ -307,3 +307,50 @@ def test_ctrl_c_within_a_submit_costs_nobody_else_their_engine(monkeypatch: pyte
             b.engine.submit("a", request_id="mine", max_tokens=3)
         b.heard.request()
         assert len(b.engine.submit("b", request_id="other", max_tokens=3).result(timeout=30).token_ids) == 3
+
+
+FORKS = """
+import os, signal, sys
+from runtime.errors import EngineClosedError
+from runtime.llm.engine import Engine
+from tests.fakes import FakeExecutor, FakeModel
+
+def told(call):
+    try:
+        call()
+    except EngineClosedError as error:
+        assert "before this one was forked; make it here" in str(error), error
+    else:
+        raise AssertionError(call)
+
+executor = FakeExecutor()
+engine = Engine(FakeModel(), executor=executor, kv_tokens=256)
+assert engine.submit([1, 2], max_tokens=3).result(timeout=30)
+executor.hold()
+running = engine.submit([1, 2], max_tokens=3, request_id="running")
+assert executor.held.acquire(timeout=30)
+engine._loop._lock.acquire()  # as by the engine's thread, in the moment of the fork
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    told(lambda: engine.submit([1, 2]))
+    told(lambda: engine.view())
+    told(lambda: engine.set_knobs(chunk_size=8))
+    told(lambda: engine.set_admission(True))
+    told(lambda: running.result(timeout=10))
+    told(lambda: next(iter(running)))
+    assert engine.closed and not engine.cancel("running")
+    engine.close()
+    sys.exit(7)  # as a process ends
+engine._loop._lock.release()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+executor.go()
+assert len(running.result(timeout=30).token_ids) == 3
+assert engine.submit([1, 2], max_tokens=3).result(timeout=30) and not engine.closed
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_told_to_make_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

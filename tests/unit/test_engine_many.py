@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from runtime import FinishReason, Knobs, RejectedError, StepFailedError
+from runtime.records import LimitedBy, RequestRecord, StepRecord
 from runtime.request import Sequence
+from runtime.shared.listeners import CompletionInterval
 from tests.engines import bench
 from tests.threads import in_threads
 
@@ -47,6 +49,33 @@ def test_queue_full() -> None:
             b.engine.submit("c")
         assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 0
         assert not any(stream.done for stream in [running, *kept])
+
+
+def step(start: float, end: float, after_idle: bool = False) -> StepRecord:
+    return StepRecord(start, end, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 64, LimitedBy.DEMAND, after_idle=after_idle)
+
+
+def done(finished: float) -> RequestRecord:
+    times = (finished,)
+    return RequestRecord(
+        "r", finished - 1, finished - 1, finished, times, 1, 1, 0, 0, FinishReason.LENGTH, "default", "", 0, 0, 0
+    )
+
+
+def test_time_without_work_is_none_between_two_completions() -> None:
+    """A full queue then says when to come back by how fast requests end while there are any."""
+    interval = CompletionInterval()
+    for number in range(100):
+        interval.on_step(step(0.05 * number, 0.05 * (number + 1), after_idle=not number))
+        interval.on_request(done(0.05 * (number + 1)))
+    assert interval.seconds == pytest.approx(0.05)
+    interval.on_step(step(3605.0, 3605.02, after_idle=True))
+    interval.on_step(step(3605.02, 3605.05))
+    interval.on_request(done(3605.05))
+    assert interval.seconds == pytest.approx(0.05)
+    interval.on_step(step(3605.05, 3605.55))
+    interval.on_request(done(3605.55))  # a gap with work is one
+    assert interval.seconds == pytest.approx(0.095)
 
 
 def test_ids_are_unique_among_live_requests() -> None:

@@ -162,9 +162,9 @@ def test_an_event_loop_that_ends() -> None:
             task.get_coro().close()  # type: ignore[union-attr]
 
 
-def test_an_event_loop_that_ends_while_nobody_waits() -> None:
+def test_an_event_loop_that_ends_while_nobody_waits_leaves_the_request_to_who_holds_it() -> None:
     with bench() as b:
-        stream = b.decoding(1, max_tokens=200)[0]
+        stream = b.decoding(1, max_tokens=20)[0]
 
         async def first() -> object:
             reader = stream.__aiter__()
@@ -174,9 +174,25 @@ def test_an_event_loop_that_ends_while_nobody_waits() -> None:
 
         kept: list[object] = []
         asyncio.run(first())
+        b.step()
         b.executor.go()
-        record = b.heard.request()
-        assert (record.reason, record.cause) == (FinishReason.CANCELLED, "its event loop was closed")
+        assert len(stream.result(timeout=30).token_ids) == 20
+        assert b.heard.request().reason is FinishReason.LENGTH
+
+
+def test_a_wait_that_was_given_up_leaves_the_request_though_its_event_loop_ends() -> None:
+    with bench() as b:
+        stream = b.decoding(1, max_tokens=20)[0]
+
+        async def impatient() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.aresult(), 0.01)
+
+        asyncio.run(impatient())
+        b.step()  # a token comes in between
+        b.step()
+        b.executor.go()
+        assert len(stream.result(timeout=30).token_ids) == 20
 
 
 async def test_cancelling_a_task_cancels_its_request() -> None:

@@ -44,6 +44,10 @@ from tests.fakes import FakeExecutor, FakeModel
         ([1], {"deadline_s": -1}, "deadline_s is -1"),
         ([1], {"timeout_s": 0}, "timeout_s is 0"),
         ([1], {"timeout_s": float("nan")}, "timeout_s is nan"),
+        ([1], {"arrival": float("nan")}, "arrival is nan"),
+        ([1], {"arrival": float("inf")}, "arrival is inf; it must be a time on the engine's clock"),
+        ([1], {"arrival": -(10**400)}, "arrival is -1000"),
+        ([1], {"arrival": "now"}, "arrival is 'now'"),
     ],
 )
 def test_what_cannot_run_is_refused_at_submit(prompt: Any, options: dict[str, Any], message: str) -> None:

@@ -103,6 +103,9 @@ def test_options_of_submit() -> None:
             .record
         )
         assert (record.tenant, record.request_class, record.priority, record.id) == ("t", "chat", 3, "mine")
+        came = b.engine.clock.now() - 5
+        record = b.engine.submit("a", params, arrival=came).result(timeout=30).record
+        assert record.arrival == came and record.ttft is not None and record.ttft >= 5
 
 
 def test_classes() -> None:

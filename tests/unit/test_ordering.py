@@ -10,7 +10,7 @@ from runtime.batching.batcher import Batcher
 from runtime.batching.groupings import grouping_of
 from runtime.batching.item import WAITING, Item
 from runtime.knobs import Knobs
-from runtime.llm.waiting import WaitingQueue
+from runtime.llm.waiting import WaitingQueue, precedes, put_behind
 from runtime.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, Queued, ordering_of
 from runtime.request import Request, SamplingParams, Sequence
 
@@ -132,6 +132,39 @@ def test_relegated_ones_go_last_by_arrival_and_preempted_ones_first() -> None:
         out.append(head.request.id)
         queue.check_integrity()
     assert out == ["d", "c", "far", "a", "b"] and queue.relegated_tokens == 0
+
+
+def test_one_that_is_relegated_goes_last_though_it_was_preempted() -> None:
+    """Else it stands before all that can be met, and holds them up while there is no room for it."""
+    bulk, urgent = make("bulk", 0.0), make("urgent", 5.0)
+    put_behind(bulk)
+    bulk.preemptions, bulk.pending = 1, 4
+    queue = WaitingQueue(ordering_of("fcfs"))
+    for sequence in (bulk, urgent):
+        queue.push(sequence)
+        queue.check_integrity()
+    assert [s.request.id for s in queue.in_order()] == ["urgent", "bulk"]
+    assert not precedes(bulk, urgent) and queue.relegated_tokens == 4
+    queue.reorder(queue.ordering)
+    queue.check_integrity()
+    assert [s.request.id for s in queue.in_order()] == ["bulk", "urgent"], "relegated no longer"
+
+
+def test_an_ordering_that_comes_back_finds_the_keys_that_it_gave() -> None:
+    """Fair share would else charge those that wait once more at each change."""
+    fair, deadline = ordering_of("fair"), ordering_of("deadline")
+    queue = WaitingQueue(fair)
+    tenants = {name: make(name, at, tenant=name[0]) for at, name in enumerate(["a1", "a2", "a3"])}
+    for sequence in tenants.values():
+        queue.push(sequence)
+    keys = [s.key for s in queue.in_order()]
+    queue.reorder(deadline)
+    queue.push(make("c", 3.0, tenant="c"))
+    queue.reorder(fair)
+    queue.push(make("b", 4.0, tenant="b"))
+    assert [s.key for s in queue.in_order() if s.request.id in tenants] == keys
+    assert [s.request.id for s in queue.in_order()] == ["a1", "c", "b", "a2", "a3"]
+    queue.check_integrity()
 
 
 def test_who_gets_its_place_back_counts_for_the_wait_window_again() -> None:

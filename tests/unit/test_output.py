@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from runtime.llm.output import Decode, Detokenizer, OutputProcessor
 from runtime.llm.plan import StepResult, Token
 from runtime.records import FinishReason
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend.tokenizer import byte_tokenizer
 from tests.fakes import EOS, ByteTokenizer
 
 decode_bytes = ByteTokenizer().decode
@@ -60,6 +62,62 @@ def test_never_half_a_character(text: str) -> None:
 def test_bytes_that_are_not_text(ids: list[int]) -> None:
     """Random weights write such bytes; no more than the whole's U+FFFDs may come of them, in the same places."""
     assert "".join(stream(decode_bytes, ids).pieces) == decode_bytes(ids)
+
+
+@pytest.mark.parametrize("garbage", [b"\xe6", b"\xe6\x97", b"\xa5", b"\xf0\x9f\x98", b"a\xff"])
+def test_text_behind_bytes_that_are_none(garbage: bytes) -> None:
+    """However many of them there were: a character whose bytes come one by one is still one."""
+    for count in range(130):
+        ids = [*garbage * count, *"ab日é😀本".encode()]
+        assert "".join(stream(decode_bytes, ids).pieces) == decode_bytes(ids), count
+
+
+PIECES = [
+    b"a",
+    b" ",
+    "日".encode(),
+    b"\xe6",
+    b"\x97\xa5",
+    b"\xa5\xe6\x97",
+    b" \xf0\x9f",
+    b"\x98\x80",
+    b"\xff",
+    b"\xef\xbf\xbd",
+    b"",
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from(range(len(PIECES))), st.integers(1, 80)), max_size=12))
+def test_tokens_of_several_bytes_and_of_none(runs: list[tuple[int, int]]) -> None:
+    """As byte-level BPE has them: their edges need not be those of characters, and a model may repeat one for long."""
+
+    def decode(ids: list[int]) -> str:
+        return b"".join([PIECES[i] for i in ids]).decode(errors="replace")
+
+    ids = [token for token, times in runs for _ in range(times)]
+    assert "".join(stream(decode, ids).pieces) == decode(ids)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_tokenizer_of_models_with_random_weights(seed: int) -> None:
+    dice, decode = random.Random(seed), byte_tokenizer(400).decode
+    for _ in range(30):
+        ids: list[int] = []
+        for _ in range(dice.randint(1, 30)):
+            ids += dice.choice(
+                [
+                    list(dice.choice("xé😀日 ").encode()),
+                    [dice.randrange(400)],
+                    [dice.randrange(128, 256)] * dice.randint(1, 80),
+                ]
+            )
+        assert "".join(stream(decode, ids).pieces) == decode(ids)
+
+
+def test_tokens_that_show_nothing_are_no_context() -> None:
+    first, *rest = "日".encode()
+    ids = [97, first, *[EOS] * 200, *rest]
+    assert stream(decode_bytes, ids).pieces == ["a", *[""] * 202, "日"]
 
 
 @given(st.lists(st.integers(0, 263), max_size=80))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -97,6 +98,55 @@ def test_a_mixed_batch_matches_transformers() -> None:
         ids = torch.tensor([[*s.request.prompt, *s.output]])
         expected = LogitsProcessorList(steps)(ids, logits[row : row + 1].clone()).softmax(-1)[0]
         torch.testing.assert_close(probs[row], expected, rtol=1e-4, atol=1e-6, msg=lambda m, r=row: f"{MIXED[r]}: {m}")
+
+
+def penalised(logits: torch.Tensor, rows: Seq[Sequence]) -> torch.Tensor:
+    """By the definition."""
+    out = logits.clone()
+    for at, row in enumerate(rows):
+        for token in {*row.request.prompt, *row.output}:
+            value, penalty = out[at, token], row.request.params.repetition_penalty
+            out[at, token] = value / penalty if value > 0 else value * penalty
+    return out
+
+
+def test_the_penalty_follows_a_growing_output() -> None:
+    """Whether a step is tried again, the sequence is released in between, or another has its id."""
+    dice = np.random.default_rng(7)
+    rows = [
+        sequence("same id", prompt=dice.integers(VOCAB, size=size).tolist(), repetition_penalty=1.3) for size in (1, 9)
+    ]
+    for step in range(40):
+        logits = logits_of(len(rows), seed=step)
+        for _ in range(1 + step % 2):
+            found = logits.clone()
+            penalise(found, rows)
+            assert torch.equal(found, penalised(logits, rows))
+        for row in rows:
+            row.output += dice.integers(VOCAB, size=step % 3).tolist()
+        if step % 10 == 9:
+            rows[0].data = None
+            rows[1].output = rows[1].output[:3]
+
+
+def test_the_penalty_reads_a_prompt_once() -> None:
+    class Counted(tuple[int, ...]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.reads += 1
+            return super().__iter__()
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            Counted.reads += 1
+            return np.array(list(super().__iter__()), dtype)
+
+    row = sequence(repetition_penalty=1.3)
+    row.request.prompt = Counted(range(50))
+    for token in range(20):
+        penalise(logits_of(1), [row])
+        row.output.append(token)
+    assert Counted.reads == 1
 
 
 @pytest.mark.usefixtures("library")

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 
 from runtime.errors import DeviceError
 from runtime.llm.prefill_rate import RateSource
+from runtime.llm.stream import TokenLogprob
 from runtime.request import Sequence
+from runtime.serving.answers import CompletionShape, TokenText
 from runtime.serving.app import Api, create_app
 from runtime.slo import SLO, RequestClass
 from tests.engines import Bench, bench
@@ -89,6 +92,13 @@ class WatchedTokenizer(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         self.threads.add(threading.get_ident())
         return super().encode(text)
+
+
+class ChattingTokenizer(ByteTokenizer):
+    """With a chat template: the contents, one behind the other."""
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
 
 
 async def test_a_whole_answer() -> None:
@@ -422,6 +432,64 @@ async def test_many_short_texts_are_tokenised_beside_the_event_loop() -> None:
         many = await client.complete(prompt=["a" * 400] * 20, max_tokens=1)
     assert (few.status_code, many.status_code) == (200, 200)
     assert here == {threading.get_ident()} and threading.get_ident() not in tokenizer.threads
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_long_text_arrives_when_it_is_asked_for_not_when_a_thread_is_free_to_tokenise_it(chat: bool) -> None:
+    gate, busy = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        assert gate.wait(30)
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    text = "a" * 5000
+    async with served(model=FakeModel(tokenizer=ChattingTokenizer(), max_model_len=6000), kv_tokens=6016) as (
+        client,
+        b,
+    ):
+        holding = asyncio.ensure_future(asyncio.to_thread(hold))
+        while not busy.is_set():
+            await asyncio.sleep(0.001)
+        body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        answer = asyncio.create_task(client.post(path, json={"max_tokens": 2, **body}))
+        await asyncio.sleep(0.2)  # it waits for the thread by now
+        freed = b.engine.clock.now()
+        gate.set()
+        await holding
+        assert (await answer).status_code == 200
+        record = await asyncio.to_thread(b.heard.request)
+    assert record.arrival < freed and record.ttft is not None and record.ttft > freed - record.arrival
+
+
+async def test_an_answer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[object] = []
+    monkeypatch.setattr(Api, "_accepts", lambda api, body: checks.append(body))
+    async with served(model=FakeModel(tokenizer=ChattingTokenizer())) as (client, _):
+        await client.complete(max_tokens=1)
+        await client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        )
+    assert len(checks) == 2
+
+
+class Measured(str):
+    lengths = 0
+
+    def __len__(self) -> int:
+        Measured.lengths += 1
+        return super().__len__()
+
+
+def test_offsets_of_log_probabilities_cost_the_same_at_the_end_as_at_the_beginning() -> None:
+    texts = ["a", "bcd", "ef"]
+    shape = CompletionShape(TokenText(lambda ids: Measured(texts[ids[0]])))
+    tokens = [TokenLogprob(at % 3, -1.0, ()) for at in range(300)]
+    offsets = shape.logprobs(tokens, 5)["text_offset"]
+    assert offsets[:5] == [5, 6, 9, 11, 12] and len(offsets) == 300 and offsets[-1] == 5 + 600 - 2
+    assert Measured.lengths < 5 * 300
+    assert shape.logprobs([], 5)["text_offset"] == []
 
 
 async def test_housekeeping_that_fails_is_tried_again_and_keeps_nobody_else_from_theirs(

@@ -19,8 +19,7 @@ SLOS = {
 
 
 def told(slack: SlackTracker, world: World) -> tuple[object, ...]:
-    decodes = world.scheduler.decodes
-    token_deadlines = slack.token_deadlines(world.now, decodes.step, decodes.last_end or world.now)
+    token_deadlines = slack.token_deadlines(world.now, world.scheduler.decodes.step, world.now)
     return (
         round(slack.fixed(world.now), 9),
         round(slack.pending(world.now), 9),

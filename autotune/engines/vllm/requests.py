@@ -294,10 +294,9 @@ class SteeredRequests:
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
         behind = self.waiting.relegated_tokens or any(s.relegated is not None for s in self.prefills)
-        if wanted is not self.waiting.ordering or behind:
-            other = None if wanted is self.waiting.ordering else wanted
+        if (before := self.waiting.ordering) is not wanted or behind:
             self.waiting.reorder(wanted)
-            key_anew(self.prefills, other)  # one that has no key there keeps its own
+            key_anew(self.prefills, wanted, before)  # one that has no key there keeps its own
             self._requeue()
         self._admission = made = (
             None if policy is None else Admission(policy, self.slack, weights=weights, source=source)
