@@ -177,17 +177,28 @@ class Admission:
             return sum(min(left, own) for left in in_progress)
         return sum(in_progress)
 
-    def turn(self, sequence: Sequence, now: float, in_progress: Seq[float]) -> Verdict | None:
-        """Why ``sequence``, whose turn it is to begin, is late behind prompts in progress of which so much is left."""
+    def turn(
+        self, sequence: Sequence, now: float, in_progress: Seq[float], recount: Callable[[Sequence], bool]
+    ) -> Verdict | None:
+        """Why ``sequence``, whose turn it is to begin, is late behind prompts in progress of which so much is left.
+
+        If it is by what was in the prefix cache when it came, it is judged once more by what is there now, since others may have
+        computed the same prefix: ``recount`` says whether that differs.
+        """
         if self.policy.late is None or sequence.generated or sequence.relegated is not None:
             return None
         if sequence.preemptions and self._relegated_when_late(sequence):  # it had begun
             return None
-        own = self.rate.tokens(work_of(sequence))
-        verdict = self._judge(sequence, now, self.before(own, in_progress), begins=True)
+        verdict = self._begins(sequence, now, in_progress)
+        if verdict is not None and recount(sequence):
+            verdict = self._begins(sequence, now, in_progress)
         if verdict is None:
             self._let_in = now
         return verdict
+
+    def _begins(self, sequence: Sequence, now: float, in_progress: Seq[float]) -> Verdict | None:
+        own = self.rate.tokens(work_of(sequence))
+        return self._judge(sequence, now, self.before(own, in_progress), begins=True)
 
     def judge_in_progress(
         self, begun: list[Sequence], now: float, late: Callable[[Admission, Sequence, Verdict, float], None]

@@ -319,7 +319,8 @@ class Scheduler:
                 return LimitedBy.BUDGET, inf
             elif (
                 admission is not None
-                and (verdict := self._turn(admission, head, now, ahead[:turn] + ahead[in_progress:])) is not None
+                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:], self._recount))
+                is not None
             ):
                 self._late(admission, head, verdict, now)
             elif not self._admit(head, now, chunks):
@@ -350,14 +351,8 @@ class Scheduler:
             return list(self.prefills)
         return sorted(self.prefills, key=rank)
 
-    def _turn(self, admission: Admission, head: Sequence, now: float, in_progress: list[float]) -> Verdict | None:
-        """What ``admission`` says of ``head``, whose turn it is; if it is late by what was in the prefix cache when it came, by
-        what is there now: others may have computed the same prefix since."""
-        verdict = admission.turn(head, now, in_progress)
-        if verdict is None or not head.hashes or (left := self.holdings.uncached(head)) == head.pending:
-            return verdict
-        self.waiting.recount(head, left)
-        return admission.turn(head, now, in_progress)
+    def _recount(self, sequence: Sequence) -> bool:
+        return bool(sequence.hashes) and self.waiting.recount(sequence, self.holdings.uncached(sequence))
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """Relegate or end ``sequence``, as the policy says."""

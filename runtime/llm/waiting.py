@@ -134,11 +134,14 @@ class WaitingQueue:
         if self._buckets is not None:
             _add(self._buckets, sequence, sign)
 
-    def recount(self, sequence: Sequence, pending: int) -> None:
-        """So many tokens of the prompt of ``sequence``, which waits, are not in the prefix cache."""
+    def recount(self, sequence: Sequence, pending: int) -> bool:
+        """So many tokens of the prompt of ``sequence``, which waits, are not in the prefix cache. Whether that is new."""
+        if pending == sequence.pending:
+            return False
         self._tally(sequence, -1)
         sequence.pending = pending
         self._tally(sequence, 1)
+        return True
 
     def work_before(self, sequence: Sequence) -> Work:
         """Of the prompts that go before that of ``sequence``, which waits, give or take a bucket of keys.

@@ -166,9 +166,15 @@ class SteeredRequests:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        sequence.pending = sequence.target - self.kv.cached(sequence.data)[0]
+        sequence.pending = self._uncached(sequence)
         self.waiting.push(sequence)
         self.slack.queued(sequence)
+
+    def _uncached(self, sequence: Sequence) -> int:
+        return int(sequence.target - self.kv.cached(sequence.data)[0])
+
+    def _recount(self, sequence: Sequence) -> bool:
+        return self.waiting.recount(sequence, self._uncached(sequence))
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""

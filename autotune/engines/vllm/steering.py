@@ -336,7 +336,7 @@ class Steering(SteeredRequests):
             if plain and spare >= self._blocks(waiting.tokens) + waiting.count:
                 break  # whatever vLLM begins has room
             if admission is not None:
-                verdict = admission.turn(head, now, ahead[:turn] + ahead[len(begun) :])
+                verdict = admission.turn(head, now, ahead[:turn] + ahead[len(begun) :], self._recount)
                 if verdict is not None:
                     self._late(admission, head, verdict, now)
                     head = next(heads, None)
