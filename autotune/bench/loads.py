@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autotune.engines import Engine
 from autotune.profile import ModelFacts, Profile
 from autotune.profiling.calibrate import draw_setup, request_alone
+from autotune.profiling.setup import rounded
 from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, at_length_scale, named_rate, parse_workload
 from runtime.errors import InputError
@@ -63,7 +64,7 @@ def check_lasts(workload: Workload, seed: int, rounds: int, duration: float) -> 
     the rest of the turn would count as time in which nothing was served."""
     if not workload.finite:
         return
-    lasts = min(_lasts(workload, seed + number) for number in range(rounds))
+    lasts = _shortest(workload, seed, rounds)
     if lasts < duration:
         lasts *= 1 - 1e-3  # of which four digits are printed
         slower = workload.rate * lasts / duration
@@ -71,6 +72,11 @@ def check_lasts(workload: Workload, seed: int, rounds: int, duration: float) -> 
             f"--duration is {duration:g} s, but {workload.name} lasts for {lasts:.4g} s at {workload.rate:.4g} requests/s; "
             f"take at most that, or a --rate of at most {slower:.4g}"
         )
+
+
+def _shortest(workload: Workload, seed: int, rounds: int) -> float:
+    """Seconds that a finite workload lasts for in the round in which it is over first."""
+    return min(_lasts(workload, seed + number) for number in range(rounds))
 
 
 def _lasts(workload: Workload, seed: int) -> float:
@@ -91,25 +97,34 @@ def calibrated(
     rate: float | None,
     seed: int,
     *,
+    duration: float,
+    rounds: int,
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
     classes: Sequence[RequestClass] = (),
 ) -> BenchLoad:
-    """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what fills the engine."""
+    """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what fills the engine, for turns of ``duration``
+    seconds."""
     workload = parse_workload(spec)
     alone = request_alone(engine, model, seed=seed, stop=stop)
     measured = measure_steps(engine, model, budget_s=CALIBRATE_S, seed=seed, stop=stop, advance=advance)
     cost = measured.cost(measured.seconds).serving()
     setup = draw_setup(
-        engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0, classes=classes
-    )
+        engine, model, workload, cost, alone, seed=seed, slo=slo, rate=None, window_s=duration, warmup_s=0.0, classes=classes
+    )  # fmt: skip
     given = rate or _own_rate(spec)
-    chosen = given or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
+    wanted, most = SHARE * setup.calibration.saturated_rate, setup.most_rate
+    scaled = setup.apply(workload)
+    if scaled.finite:
+        most = min(most, scaled.rate * _shortest(scaled, seed, rounds) * (1 - 1e-3) / duration)
+    why = f"{SHARE:.0%} of what fills the engine"
+    if wanted > most:
+        why = f"the most that can be offered; {wanted:.3g} would be {why}"
     return BenchLoad(
         spec=spec,
-        workload=setup.model_copy(update={"rate": chosen}).apply(workload),
+        workload=scaled.at_rate(given or rounded(min(wanted, most))),
         slo=setup.slo,
         slo_from=setup.slo_from,
         classes=tuple(classes),
-        rate_from="given" if given else f"{SHARE:.0%} of what fills the engine",
+        rate_from="given" if given else why,
     )

@@ -12,6 +12,7 @@ from rich.text import Text
 from autotune.bench.comparing import METRICS, Difference, Estimate, PairedComparison
 from autotune.bench.contenders import Contender
 from autotune.report.tables import Detail, empty_table, fullest
+from autotune.report.wording import lateness
 from runtime.slo import SLO, RequestClass
 
 
@@ -23,7 +24,8 @@ def show(
     baseline: Contender,
     classes: Sequence[RequestClass] = (),
 ) -> None:
-    """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals."""
+    """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals; and that requests
+    were sent late, if it matters."""
     console.print(fullest(lambda detail: _summaries(comparison, baseline, detail), console.width))
     if classes:
         console.print(_by_class(comparison, classes))
@@ -41,6 +43,10 @@ def show(
         highlight=False,
         soft_wrap=True,
     )
+    late = max(result.score.lateness_p99_ms for result in comparison.results)
+    targets = [held.ttft_ms for held in (slo, *(one.slo for one in classes)) if held.ttft_ms is not None]
+    if (said := lateness(late, min(targets, default=None))) is not None:
+        console.print(said, style="yellow", highlight=False, soft_wrap=True)
 
 
 def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail) -> Table:

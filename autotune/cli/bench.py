@@ -38,7 +38,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune.bench import Contender, PairedComparison, Result
+    from autotune.bench import Contender, Failure, PairedComparison, Result
     from autotune.bench.loads import BenchLoad
     from autotune.cli.display import Display
     from autotune.engines import Engine
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Replay a workload on a live engine, in turns: under a controller, with vLLM's defaults, and at fixed settings. "
-    "Exit code 1: nothing could be measured."
+    "Exit code 1: not every turn could be measured."
 )
 EXAMPLES = (
     "Examples:  autotune bench  ·  autotune bench --workload azure-code --slo ttft=500ms,tpot=50ms --rounds 5 --out bench.html"
@@ -119,7 +119,7 @@ def bench(
     ] = None,
     as_json: AsJsonOfARun = False,
 ) -> int:
-    """Compare, print, and plot; 1 when nothing could be measured."""
+    """Compare, print, and plot; 1 when not every turn could be measured."""
     from autotune.bench import controlled, defaults, parse_fixed, plotting
     from autotune.bench import fixed as at
     from autotune.bench.loads import check_lasts
@@ -140,7 +140,9 @@ def bench(
     from autotune.measure.evaluate import EvaluationError
     from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise, stored_otherwise
     from autotune.profiling.space import WIDEST
+    from autotune.report.page import is_page
     from autotune.workload import named_rate, parse_workload
+    from autotune.writing import replaceable
     from runtime.knobs import KnobLimits, Knobs
     from runtime.slo import SLO
 
@@ -159,6 +161,7 @@ def bench(
         checked("--controller", find, controller)
     if out is not None:
         plotting.check(out)
+        replaceable("--out", out, is_page, "is no page of autotune's")
     given = None if profile is None else _profile(profile)
     aim = given.slo if target is None and given is not None else target  # None: a calibration's, which has a TTFT
     if reject_late and aim is not None and aim.ttft_ms is aim.e2e_ms is None:
@@ -255,6 +258,12 @@ class _Run:
         self.duration, self.rounds, self.seed = duration, rounds, seed
         self.console, self.stop = console, stop
         self.results: list[Result] = []
+        self.failures: list[Failure] = []
+
+    @property
+    def planned(self) -> int:
+        """Turns, of all contenders."""
+        return self.rounds * len(self.contenders)
 
     def load(
         self, spec: str | None, slo: Any, rate: float | None, profile: Profile | None, classes: Sequence[RequestClass]
@@ -275,6 +284,8 @@ class _Run:
                 slo,
                 rate,
                 self.seed,
+                duration=self.duration,
+                rounds=self.rounds,
                 stop=self.stop.is_set,
                 advance=lambda share, note: display.progress(share, "", note, None),
                 classes=classes,
@@ -306,6 +317,7 @@ class _Run:
                 done += 1
                 name = f"round {found.turn.round + 1} {found.turn.contender.name}"
                 if isinstance(found, Failure):
+                    self.failures.append(found)
                     display.note(f"{name} could not be measured: {found.cause}")
                 else:
                     self.results.append(found)
@@ -358,10 +370,10 @@ def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) 
         title = f"{run.facts.name}, {load.spec} at {load.workload.rate:.3g} req/s, SLO {load.slo}"
         write_whole(out, plotting.render(comparison, load.slo, title))
         run.console.print(f"plot  {out}", markup=False, highlight=False)
-    if stopped:
-        planned = run.rounds * len(run.contenders)
-        run.console.print(f"stopped; {len(run.results)} of {planned} turns were measured", highlight=False)
-    return INTERRUPTED if stopped else DONE
+    if stopped or len(run.results) < run.planned:
+        measured = f"{len(run.results)} of {run.planned} turns were measured"
+        run.console.print(f"stopped; {measured}" if stopped else measured, highlight=False)
+    return INTERRUPTED if stopped else DONE if len(run.results) == run.planned else FELL_SHORT
 
 
 def _shape(
@@ -372,7 +384,11 @@ def _shape(
     others = [c for c in comparison.contenders if c != baseline]
     differences = [comparison.difference(c, baseline) for c in others]
     return {
-        "status": "stopped" if stopped else "complete",
+        "status": "complete" if len(run.results) == run.planned and not stopped else "stopped",
+        "planned": run.planned,
+        "failures": [
+            {"contender": f.turn.contender.name, "round": f.turn.round, "cause": f.cause} for f in run.failures
+        ],
         "model": run.facts.model_dump(mode="json"),
         "workload": load.spec,
         **length_scale_as_data(load.workload),

@@ -34,7 +34,7 @@ def capacity(
     scale: shared.Scale = None,
     kv_tokens: shared.KvTokens = None,
     price: Price = None,
-    seeds: shared.Seeds = 3,
+    seeds: shared.SeedsOfIntervals = 3,
     seed: shared.FirstSeed = 0,
     requests: shared.Requests = 2000,
     as_json: AsJsonOfARun = False,
@@ -100,7 +100,7 @@ def capacity(
         if endless is not None:
             say(console, endless)
         with contextlib.suppress(Interrupted):
-            beside = None if endless or stopped else requested.beside_capacity(shown[0].rate, offered, stop.is_set)
+            beside = None if endless or stopped else requested.beside_capacity(shown, offered, stop.is_set)
             if beside is not None:
                 say(console, beside)
     settings = [capacity_data(one, requested.price) for one in known.values()]

@@ -82,7 +82,9 @@ def export(
         for line in made.reports:
             print(textwrap.fill(line, WIDEST, subsequent_indent="  ", break_on_hyphens=False))
         for key, (old, new) in changes.items():
-            print(f"{key}: {'not set' if old is None else json.dumps(old)} → {json.dumps(new)}")
+            print(
+                f"{key}: {'not set' if old is None else json.dumps(old)} → {'removed' if new is None else json.dumps(new)}"
+            )
         if not changes:
             print(f"{diff} has all of these settings already")
         return DONE

@@ -26,6 +26,7 @@ from autotune.cli.options import (
     request_classes,
     seconds,
 )
+from autotune.cli.profile_callable import DEFAULT_BUDGET as CALLABLE_BUDGET
 from autotune.engines.named import DEFAULT, check_engine, choices, engine_named, load
 from runtime.errors import InputError
 
@@ -72,7 +73,8 @@ def profile(
     slo: Annotated[
         str | None,
         Option(
-            help="The SLO.  (default: ttft=500ms,tpot=50ms@99%; on a machine too slow for that, both times a round factor longer)"
+            help="The SLO.  (default: ttft=500ms,tpot=50ms@99%; on a machine too slow for that, both times a round factor "
+            "longer; with --callable, e2e of ten times a call of one item, at least 20ms)"
         ),
     ] = None,
     classes: Classes = None,
@@ -92,7 +94,8 @@ def profile(
     budget: Annotated[
         str | None,
         Option(
-            help=f"Time for everything after loading the model, such as 90s.  (default: {DEFAULT_BUDGET}, {GPU_BUDGET} on a GPU)"
+            help=f"Time for everything after loading the model, such as 90s.  (default: {DEFAULT_BUDGET}, {GPU_BUDGET} on a GPU; "
+            f"{CALLABLE_BUDGET} with --callable)"
         ),
     ] = None,
     pin: Annotated[
@@ -102,14 +105,19 @@ def profile(
         list[str] | None, Option("--range", help="Search a knob only within a range: token_budget=64:2048. Repeatable.")
     ] = None,
     out: Annotated[
-        Path | None, Option("--out", "-o", help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml)")
+        Path | None,
+        Option(
+            "--out",
+            "-o",
+            help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml; with --callable, FUNCTION.yaml)",
+        ),
     ] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Seed of the load, the search and random weights.")] = 0,
     rate: Annotated[
         float | None,
         Option(
             help="Requests/s at which to compare settings.  (default: the rate or time in --workload, else about what the best "
-            "setting can serve)"
+            "setting can serve; with --callable in items/s, about 0.8 of what calls of half the SLO can serve)"
         ),
     ] = None,
     price: Annotated[

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +93,23 @@ class Files:
         return files
 
 
+def engine_facts(engine: Engine, arguments: Mapping[str, str]) -> EngineFacts:
+    """``engine`` as a profile has it; ``arguments``: what else it was started with."""
+    facts = engine.facts
+    return EngineFacts(
+        name=facts.engine,
+        version=facts.version,
+        kv_pool=KvPool(block_size=facts.block_size, blocks=facts.kv_tokens // facts.block_size),
+        limits=engine.limits,
+        prefix_cache=facts.prefix_cache,
+        parallelism=facts.parallelism,
+        growth_reserve=facts.growth_reserve,
+        kv_allocation=facts.kv_allocation,
+        kv_blocks=engine.view().kv_total_blocks or None,
+        options=dict(arguments),
+    )
+
+
 def finish(
     found: Findings,
     requested: Requested,
@@ -102,22 +120,12 @@ def finish(
     as_json: bool,
 ) -> int:
     """Write the profile and its sidecar, show the table, and say how it went."""
-    facts, question = engine.facts, requested.question
+    question = requested.question
     parts = of_engine(
         found,
         question,
         spec=requested.spec,
-        engine=EngineFacts(
-            name=facts.engine,
-            version=facts.version,
-            kv_pool=KvPool(block_size=facts.block_size, blocks=facts.kv_tokens // facts.block_size),
-            limits=engine.limits,
-            prefix_cache=facts.prefix_cache,
-            parallelism=facts.parallelism,
-            growth_reserve=facts.growth_reserve,
-            kv_allocation=facts.kv_allocation,
-            options=dict(requested.source.arguments),
-        ),
+        engine=engine_facts(engine, requested.source.arguments),
         model=requested.model,
         baseline=question.space.baseline,
         points_file=files.points,

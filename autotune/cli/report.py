@@ -114,6 +114,7 @@ def _is_decision_log(path: Path) -> bool:
 def page_for(profile: Path, out: Path | None) -> Path:
     """``out``, else a file beside the profile, or here for one that is shipped. Raises :class:`InputError`."""
     from autotune.profile import shipped_profiles
+    from autotune.report.page import is_page
     from autotune.writing import replaceable, writable
 
     if out is None:
@@ -122,7 +123,7 @@ def page_for(profile: Path, out: Path | None) -> Path:
     elif out.suffix not in (".html", ".htm"):
         raise InputError(f"--out: {out} must end in .html, or no browser shows it")
     writable("--out", out)
-    replaceable("--out", out, lambda begin: b'<meta name="generator" content="autotune' in begin, "is no report")
+    replaceable("--out", out, is_page, "is no report")
     return out
 
 

@@ -63,7 +63,8 @@ Scale = Annotated[
 KvTokens = Annotated[
     int | None, Option(min=1, max=MOST_KV_TOKENS, help="Tokens in the KV pool.  (default: the profile's)")
 ]
-Seeds = Annotated[
+Seeds = Annotated[int, Option(min=1, max=1000, help="How many independent sets of requests to simulate.")]
+SeedsOfIntervals = Annotated[
     int,
     Option(min=1, max=1000, help="How many independent sets of requests to simulate; intervals are over these sets."),
 ]
@@ -262,13 +263,17 @@ class SimulationOptions:
             f"A simulation of the same requests gives {said}"
         )
 
-    def beside_capacity(self, found: float, requests: int, stop: Callable[[], bool]) -> str | None:
-        """Why the capacity ``found`` differs from the one that ``autotune show`` tells; None where there is nothing to say."""
+    def beside_capacity(self, found: Sequence[SettingCapacity], requests: int, stop: Callable[[], bool]) -> str | None:
+        """Why the capacity ``found`` of the same setting differs from the one that ``autotune show`` tells; None where there is
+        nothing to say."""
         from autotune.report.wording import number
 
         known = self.profile.capacity
-        point = None if known is None else next((p for p in known.tried if p.rate == known.rate), None)
-        if not self.as_profiled or point is None or abs(found / point.offered_rate - 1) < _ALIKE:
+        if known is None or not self.as_profiled:
+            return None
+        point = next((p for p in known.tried if p.rate == known.rate), None)
+        same = next((one for one in found if one.knobs == known.knobs), None)
+        if point is None or same is None or abs(same.rate / point.offered_rate - 1) < _ALIKE:
             return None
         lasts, window = requests / point.offered_rate, self.profile.workload.window_s
         longer = ", with longer bursts and more slow steps" if lasts > 1.5 * window else ""

@@ -13,7 +13,7 @@ import yaml
 
 from autotune.export.comments import MARK, header, note_of, one_line
 from autotune.export.files import flat
-from autotune.export.source import ProfiledEngine, Source, callable_source
+from autotune.export.source import ProfiledCallable, ProfiledEngine, Source, callable_source
 from autotune.export.target import Entry, ExportTarget, Fit, Rows, S, Value, number
 from autotune.export.targets import TARGETS
 from autotune.profile import RECOMMENDED, ModelFacts, Profile
@@ -77,8 +77,9 @@ class Export:
         replaceable("--out", path, _is_export, f"was not {MARK}")
         write_whole(path, self.text(path))
 
-    def changes_to(self, path: Path) -> dict[str, tuple[Any, Value]]:
-        """By key, what a configuration file of the target says (None: nothing) and what this says instead, where they differ.
+    def changes_to(self, path: Path) -> dict[str, tuple[Any, Value | None]]:
+        """By key, what a configuration file of the target says (None: nothing) and what this says instead, where they differ;
+        None for a key of a knob or fact that is not written here, and so has to go.
 
         The model is left out: which one is served is the user's word. Raises :class:`InputError` for a file that is none.
         """
@@ -96,11 +97,19 @@ class Export:
         if not isinstance(found, dict):
             raise InputError(f"--diff: {path} is no configuration of {self.target.title}: it holds no names and values")
         theirs = {_spelled(str(key)): value for key, value in (*flat(found).items(), *found.items())}
+        written: dict[str, Value | None] = {**dict.fromkeys(self._keys), **self.written}
         return {
             key: (theirs.get(_spelled(key)), value)
-            for key, value in self.written.items()
+            for key, value in written.items()
             if key not in self.target.facts["model"].keys and not _alike(theirs.get(_spelled(key)), value)
         }
+
+    @property
+    def _keys(self) -> list[str]:
+        """All that may be written of such a source."""
+        called = isinstance(self.source, ProfiledCallable)
+        rows: Rows[Any] = self.target.call_rows() if called else self.target.rows()
+        return [key for _, row in rows for key in row.keys]
 
     def as_dict(self, path: Path) -> dict[str, Any]:
         """For scripts."""
@@ -200,7 +209,7 @@ def _apply(source: S, rows: Rows[S]) -> Iterator[Entry]:
             fit=fit,
             written={} if refused else row.write(source),
             lossy=fit is not Fit.EXACT and not harmless,
-            note=note_of(fit, refused or row.said, harmless, row.about(source)),
+            note=note_of(fit, refused or row.differs(source) or row.said, harmless, row.about(source)),
         )
 
 
@@ -222,7 +231,7 @@ def _refuse_losses(target: ExportTarget, entries: tuple[Entry, ...], allow_lossy
         raise InputError(f"{' and '.join(lost)} {have} no counterpart in {target.title}; --allow-lossy drops {drops}")
 
 
-def _alike(theirs: Any, value: Value) -> bool:
+def _alike(theirs: Any, value: Value | None) -> bool:
     """A mapping may also be written as JSON."""
     if isinstance(theirs, Mapping) and isinstance(value, str):
         with suppress(ValueError):

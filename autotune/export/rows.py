@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autotune.export.source import ProfiledCallable, ProfiledEngine, Source
+from autotune.export.source import ProfiledCallable, ProfiledEngine, Source, without_bound
 from autotune.export.target import FACT_ROWS, Fit, Row, Value, Written
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -45,12 +45,7 @@ def no_drafts(source: Source) -> str:
 
 def no_cost(source: ProfiledCallable) -> str:
     """Why a bound on the cost of a call never bound, or ""."""
-    costly = source.profile.inputs.cost is not None
-    return (
-        ""
-        if costly or source.knobs.token_budget < source.knobs.max_batch_size
-        else "every input costs 1, so it cuts nothing"
-    )
+    return without_bound(source.profile, source.knobs)
 
 
 def _pool_elsewhere(source: ProfiledEngine) -> str:

@@ -11,6 +11,7 @@ from autotune.engines.named import ours
 from autotune.profile import Machine, Point, Profile, Software
 from autotune.profile.callable import CallablePoint, CallableProfile
 from autotune.profile.fingerprint import describe
+from runtime.batching.options import BATCHER_LIMITS
 from runtime.knobs import Knobs
 
 _AS_THEN = "The settings are those of that measurement: EXACT, unless a note says approximate."
@@ -200,15 +201,29 @@ class ProfiledCallable(Source):
 def callable_source(target: str, profile: CallableProfile, profile_name: str, model: str | None) -> ProfiledCallable:
     """The recommended setting where it is a fixed one; else the best fixed one that was tried, measured before simulated.
 
-    A call for each item is always tried, to be compared with: it is the best only where there is no other.
+    A call for each item is always tried, to be compared with: it is the best only where there is no other. Of those within one
+    item of the best, one whose budget of cost cuts nothing comes first: others lose it.
     """
     point = profile.points[0]
     if profile.strategy != "dynamic":
         fixed = [p for p in profile.points if p.strategy == "dynamic"]
         if not fixed:
             return ProfiledCallable(target, profile_name, profile.knobs, model, profile, None)
-        point = max(fixed, key=lambda p: (p.knobs.max_batch_size > 1, p.source == "measured", p.goodput))
+        first = max((p.knobs.max_batch_size > 1, p.source == "measured") for p in fixed)
+        fixed = [p for p in fixed if (p.knobs.max_batch_size > 1, p.source == "measured") == first]
+        best = max(fixed, key=lambda p: p.goodput)
+        equal = [p for p in fixed if p.goodput >= best.goodput * (1 - 1 / max(1, best.met))]
+        point = max(equal, key=lambda p: (bool(without_bound(profile, p.knobs)), p.goodput))
     return ProfiledCallable(target, profile_name, point.knobs, model, profile, point)
+
+
+def without_bound(profile: CallableProfile, knobs: Knobs) -> str:
+    """Why the budget of ``knobs`` never bounds the cost of a call, or ""."""
+    if knobs.token_budget >= BATCHER_LIMITS.token_budget:
+        return "it is at its ceiling, so it cuts nothing"
+    if profile.inputs.cost is None and knobs.token_budget >= knobs.max_batch_size:
+        return "every input costs 1, so it cuts nothing"
+    return ""
 
 
 def _a_start(title: str) -> str:

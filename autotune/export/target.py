@@ -110,7 +110,8 @@ class Row(Generic[S_contra]):
     (APPROXIMATE) or the reason (UNSUPPORTED), a clause about the target. ``harmless``: why *this* value loses nothing
     although the row does not fit exactly, or "". ``about``: what to know about the value written, or "". ``exact``: whether it
     fits exactly all the same, of a profile measured on this very engine. ``unsupported``: why *this* value has no counterpart
-    although others have one, or ""; nothing is written of it then.
+    although others have one, or ""; nothing is written of it then. ``differs``: the difference of *this* value where it is not
+    what ``said`` says, or "".
     """
 
     fit: Fit
@@ -121,6 +122,7 @@ class Row(Generic[S_contra]):
     about: Callable[[S_contra], str] = _never
     exact: Callable[[S_contra], bool] = _no
     unsupported: Callable[[S_contra], str] = _never
+    differs: Callable[[S_contra], str] = _never
 
     def __post_init__(self) -> None:
         if (self.fit is Fit.EXACT) == bool(self.said):

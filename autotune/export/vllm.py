@@ -80,16 +80,36 @@ def _on_vllm(source: ProfiledEngine) -> bool:
     return source.measured_there and not source.model_given
 
 
+def _blocks_known(source: ProfiledEngine) -> bool:
+    """Whether it is known, of a pool of vLLM's own, how many blocks vLLM must be told."""
+    return _on_vllm(source) and source.profile.engine.kv_blocks is not None
+
+
 def _share(source: ProfiledEngine) -> Written:
     if _on_vllm(source):
-        pool = source.profile.engine.kv_pool
-        blocks = pool.blocks + 1  # one of them stands for no block
-        written = {"block-size": pool.block_size, "num-gpu-blocks-override": blocks}
-        if source.profile.machine.kind == "cpu":  # or it would have 92% of all memory free
-            written["kv-cache-memory-bytes"] = blocks * pool.block_size * source.profile.model.kv_bytes_per_token
+        engine, model = source.profile.engine, source.profile.model
+        counted, size = engine.kv_blocks, engine.kv_pool.block_size
+        written = {"block-size": size}
+        blocks = (counted or engine.kv_pool.blocks) + 1  # one of them stands for no block
+        if counted is not None:
+            written["num-gpu-blocks-override"] = blocks
+        held = blocks * size * model.kv_bytes_per_token // engine.parallelism  # of each device
+        on_cpu = source.profile.machine.kind == "cpu"  # where it would have 92% of all memory free
+        if held and (on_cpu or counted is None):
+            written["kv-cache-memory-bytes"] = held
         return written
     memory = _memory(source)
     return {} if memory is None else {"gpu-memory-utilization": memory.share}
+
+
+def _other_blocks(source: ProfiledEngine) -> str:
+    """What a pool of vLLM's own may differ by."""
+    if not _on_vllm(source):
+        return ""
+    unknown = "the profile does not say how many blocks vLLM's pool had, which is more than its tokens fill where layers take "
+    if source.profile.model.kv_bytes_per_token:
+        return f"{unknown}blocks in several groups; of so many bytes such a model makes a pool of another size than was measured"
+    return f"{unknown}blocks in several groups, nor what a token takes: vLLM makes a pool of the size that its default gives"
 
 
 def _about_share(source: ProfiledEngine) -> str:
@@ -196,7 +216,8 @@ VLLM = ExportTarget(
             "its log says how large it is",
             harmless=_default_share,
             about=_about_share,
-            exact=_on_vllm,
+            differs=_other_blocks,
+            exact=_blocks_known,
         ),
         "prefix_cache": Row(Fit.EXACT, ("enable-prefix-caching", "no-enable-prefix-caching"), _prefixes),
         "parallelism": same("tensor-parallel-size", lambda s: s.profile.engine.parallelism),

@@ -171,6 +171,11 @@ class EngineFacts(Part):
         default="whole",
         description="whether a prompt has the KV blocks of all its tokens as it begins, or chunk by chunk",
     )
+    kv_blocks: Positive | None = Field(
+        default=None,
+        description="KV blocks as the engine counts them: more than `kv_pool` has where layers take them in several groups; "
+        "null: not known",
+    )
     options: dict[str, str] = Field(default={}, description="what else it was started with, as --engine-arg had it")
 
     def __str__(self) -> str:

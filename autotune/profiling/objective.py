@@ -20,7 +20,7 @@ from autotune.cost.price import per_million
 from autotune.measure.score import Score
 from autotune.profile import Point, Profile, Purpose, Setting, Spread
 from autotune.profile.callable import CallablePoint
-from autotune.profile.parts import Calibration, ClassPoint, ObjectiveName
+from autotune.profile.parts import Calibration, ObjectiveName
 from autotune.profiling.kinds import SettingT
 from autotune.profiling.setup import Comparison, Setup
 from runtime.knobs import Knobs
@@ -53,6 +53,19 @@ class Performance(Protocol):
     def e2e_mean_ms(self) -> float | None:
         """None: not known, or no request was served."""
         ...
+
+
+class Tails(Protocol):
+    """The p99s of a setting, or of a class of its requests, in ms; None: no request has one."""
+
+    @property
+    def ttft_p99_ms(self) -> float | None: ...
+
+    @property
+    def tpot_p99_ms(self) -> float | None: ...
+
+    @property
+    def e2e_p99_ms(self) -> float | None: ...
 
 
 class Measure(NamedTuple):
@@ -210,23 +223,29 @@ class Objective:
         return (1 / less - 1) / (1 / worth - 1) - 1
 
     def said(self, found: Performance, unit: str = "req/s", *, offered: bool = True) -> str:
-        """What it came to, in words; of a goodput also of how many, if those ``offered`` are to be named."""
+        """What it came to, in words; of a goodput also of how many, if those ``offered`` are to be named and count as much."""
         figure = self.figure(found)
         if self.name == "goodput":
-            of = f" of {found.offered_rate:.1f}" if offered else ""
-            return f"best {figure or 0.0:.1f}{of} {unit} within the SLO"
+            of = f" of {found.offered_rate:.1f}" if offered and not self.classes else ""
+            return f"best {figure or 0.0:.1f}{of} {unit} within the SLO{self.weighed}"
         return "best mean E2E unknown" if figure is None else f"best mean E2E {figure:.4g} ms"
+
+    @property
+    def weighed(self) -> str:
+        """What to say behind a goodput of requests that count by their class."""
+        return ", each counted by the weight of its class" if self.classes else ""
 
     def order(self, point: Point) -> tuple[float, float]:
         """Higher for the better of two settings at one rate: by attainment, of equals by latency."""
         return self.worth(point), -self.latency(point)
 
     def latency(self, point: Point) -> float:
-        """The worst p99 in units of its target, of all classes; lower is better, inf when nothing finished."""
+        """The worst p99 in units of its target, of all classes that were offered; lower is better, inf when nothing finished."""
         if not point.classes:
-            return _worst(point, self.slo)
+            return worst_ratio(point, _targets(self.slo))
         own = {one.name: one.slo for one in self.classes}
-        return max(_worst(seen, own.get(name, self.slo)) for name, seen in point.classes.items())
+        seen = {name: one for name, one in point.classes.items() if one.offered}
+        return max((worst_ratio(one, _targets(own.get(name, self.slo))) for name, one in seen.items()), default=inf)
 
     def cost(self, tokens_per_s: float) -> float | None:
         """Money per million output tokens; None without a price, or where no tokens come out."""
@@ -407,13 +426,21 @@ def _alone(calibration: Calibration, mean_output: float) -> float:
     return max(1e-6, calibration.alone_ttft_ms + calibration.alone_tpot_ms * max(0.0, mean_output - 1))
 
 
-def _worst(seen: Point | ClassPoint, slo: SLO) -> float:
-    pairs = (
-        (seen.ttft_p99_ms, slo.ttft_ms),
-        (seen.tpot_p99_ms, slo.tpot_ms or slo.itl_ms),
-        (seen.e2e_p99_ms, slo.e2e_ms),
-    )
-    return max((inf if value is None else value / target for value, target in pairs if target is not None), default=inf)
+def worst_ratio(seen: Tails, targets: Mapping[str, float]) -> float:
+    """The p99 that is worst against its target, in units of the target; inf where nothing finished.
+
+    ``targets`` in ms, by the name of the p99. A latency that no request has, as answers of one token have no TPOT, misses none.
+    """
+    if seen.e2e_p99_ms is None and (seen.ttft_p99_ms is None or "e2e_p99_ms" in targets):
+        return inf
+    values = ((getattr(seen, name), target) for name, target in targets.items())
+    return max((value / target for value, target in values if value is not None), default=0.0)
+
+
+def _targets(slo: SLO) -> dict[str, float]:
+    """Those of ``slo``, as :func:`worst_ratio` has them; one on gaps is held against the TPOT."""
+    found = {"ttft_p99_ms": slo.ttft_ms, "tpot_p99_ms": slo.tpot_ms or slo.itl_ms, "e2e_p99_ms": slo.e2e_ms}
+    return {name: target for name, target in found.items() if target is not None}
 
 
 def _refuted(seen: Counted, share: float) -> bool:

@@ -10,6 +10,7 @@ from rich.text import Text
 from autotune.profile.callable import BatcherSetting, CallablePoint, CallableProfile, items_per_s
 from autotune.profiling.batcher_space import ONE_AT_A_TIME, OPEN, adaptive_alone
 from autotune.report.tables import Detail, empty_table, fullest
+from autotune.report.wording import lateness
 
 _OTHERS = 5  # rows of settings beside the recommended one and the baselines
 
@@ -45,11 +46,8 @@ def show(profile: CallableProfile, console: Console) -> None:
             f"Recommended is the Batcher as it comes: {_as_written(profile)} needs nothing else.", highlight=False
         )
     late = max(p.lateness_p99_ms for p in profile.points)
-    if profile.slo.e2e_ms is not None and late > max(profile.slo.e2e_ms / 10, 5.0):
-        console.print(
-            f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
-            style="yellow",
-        )
+    if (said := lateness(late, profile.slo.e2e_ms)) is not None:
+        console.print(said, style="yellow")
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow", soft_wrap=True)
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim", soft_wrap=True)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from autotune.profile import RECOMMENDED, Point, Profile, Setting
 from autotune.profile.parts import StepPoint
+from autotune.profiling.objective import Tails, worst_ratio
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.simulator import PAIRED
 from runtime.knobs import Knobs
@@ -52,7 +53,7 @@ class LatencyBound(NamedTuple):
     field: str
     bound: float
 
-    def of(self, found: MeasuredTrial | Point) -> float | None:
+    def of(self, found: Tails) -> float | None:
         value: float | None = getattr(found, self.field)
         return value
 
@@ -131,12 +132,10 @@ def targets(slo: SLO) -> list[LatencyBound]:
     return [LatencyBound(name, field, bound) for name, field, bound in found if bound is not None]
 
 
-def worst_ratio(found: MeasuredTrial | Point, bounds: Sequence[LatencyBound]) -> float | None:
+def worst_of(found: Tails, bounds: Sequence[LatencyBound]) -> float | None:
     """The p99 that is worst against its target, in units of the target; None where nothing finished."""
-    values = [(value, target.bound) for target in bounds if (value := target.of(found)) is not None]
-    if not values or len(values) < len(bounds):
-        return None
-    return max(value / bound for value, bound in values)
+    ratio = worst_ratio(found, {one.field: one.bound for one in bounds})
+    return ratio if math.isfinite(ratio) else None
 
 
 def gather(profile: Profile, path: Path) -> Evidence:
@@ -208,6 +207,22 @@ def trial_of(run: Run) -> MeasuredTrial:
         e2e_p99_ms=s.e2e_ms.p99,
         e2e_mean_ms=s.e2e_mean_ms,
     )
+
+
+class _OfClass(NamedTuple):
+    ttft_p99_ms: float | None
+    tpot_p99_ms: float | None
+    e2e_p99_ms: float | None
+
+
+def of_run(run: Run, request_class: str) -> Tails | None:
+    """The p99s of one run, of the requests of that class if one is named; None if the run kept none of them."""
+    if not request_class:
+        return trial_of(run)
+    seen = run.score.classes.get(request_class)
+    if seen is None or seen.ttft_ms is None or seen.tpot_ms is None or seen.e2e_ms is None:
+        return None
+    return _OfClass(seen.ttft_ms.p99, seen.tpot_ms.p99, seen.e2e_ms.p99)
 
 
 def _of_point(p: Point) -> MeasuredTrial:

@@ -8,8 +8,8 @@ from autotune.cost.price import money
 from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profile.fingerprint import describe
-from autotune.profiling.objective import GOODPUT, Objective
-from autotune.report.evidence import Evidence, LatencyBound, targets, trial_of
+from autotune.profiling.objective import GOODPUT, Objective, Tails
+from autotune.report.evidence import Evidence, LatencyBound, of_run, targets
 from autotune.report.profile_table import cheapest, warnings
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
@@ -26,6 +26,7 @@ from autotune.report.wording import (
 )
 from autotune.workload.options import fraction
 from runtime.knobs import KNOBS
+from runtime.slo import SLO
 
 _BY_SIMULATION = "By simulation alone (nothing was measured)"
 
@@ -73,8 +74,8 @@ def headline(evidence: Evidence) -> Headline:
     does = (
         f"{'would have' if simulated else 'has'} a mean E2E of {ms(point.e2e_mean_ms)} at {offered} req/s offered"
         if objective.measure.lowest
-        else f"{'would answer' if simulated else 'answers'} {plus_minus(point)} requests a second within the SLO, of "
-        f"{offered} offered"
+        else f"{'would answer' if simulated else 'answers'} {plus_minus(point)} requests a second within the SLO"
+        f"{objective.weighed or f', of {offered} offered'}"
     )
     with_it = f"{_BY_SIMULATION}: with" if simulated else "With"
     meaning = (
@@ -155,34 +156,51 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
         "good" if Objective.of(profile).attained(point) else "",
     )
     found = [compared_by, share]
-    for target in targets(profile.slo):
-        value = target.of(point)
-        words, tone = _against(evidence, target)
-        found.append(
-            Figure(
-                f"{target.name} p99",
-                "–" if value is None else number(value),
-                "ms",
-                f"target {target.bound:,g} ms, {words}",
-                tone,
+    for name, slo in _slos(evidence).items():
+        of = f" of {name}" if name else ""
+        for target in targets(slo):
+            value = target.of(_tails(point, name))
+            words, tone = _against(evidence, target, name)
+            found.append(
+                Figure(
+                    f"{target.name} p99{of}",
+                    "–" if value is None else number(value),
+                    "ms",
+                    f"target {target.bound:,g} ms, {words}",
+                    tone,
+                )
             )
-        )
-    if profile.slo.itl_ms is not None:
-        beside = f"target {profile.slo.itl_ms:,g} ms; profiles do not keep the ITL"
-        found.append(Figure("ITL p99", "–", "ms", beside))
+        if slo.itl_ms is not None:
+            beside = f"target {slo.itl_ms:,g} ms; profiles do not keep the ITL"
+            found.append(Figure(f"ITL p99{of}", "–", "ms", beside))
     found.append(Figure("throughput", number(point.throughput.mean, 4), "tokens/s out", *_price_words(evidence, point)))
     if evidence.simulated:
         found = [replace(one, tone="unsure") if one.tone else one for one in found]
     return tuple(found)
 
 
-def _against(evidence: Evidence, target: LatencyBound) -> tuple[str, str]:
+def _slos(evidence: Evidence) -> dict[str, SLO]:
+    """What p99s are held against: the SLO of each class that was offered, by its name; without classes the only one, by ""."""
+    profile, seen = evidence.profile, evidence.recommended.point.classes
+    if not profile.classes:
+        return {"": profile.slo}
+    own = {one.name: one.slo for one in profile.classes}
+    return {name: own.get(name, profile.slo) for name, one in seen.items() if one.offered}
+
+
+def _tails(point: Point, request_class: str) -> Tails:
+    return point.classes[request_class] if request_class else point
+
+
+def _against(evidence: Evidence, target: LatencyBound, request_class: str) -> tuple[str, str]:
     """Whether the p99 meets its target, and how many of the runs say otherwise than their median."""
     point = evidence.recommended.point
-    value = target.of(point)
+    seen = _tails(point, request_class)
+    value = target.of(seen)
     if value is None:
-        return ("nothing finished", "bad") if point.e2e_p99_ms is None else ("no request has one", "")
-    runs = [target.of(trial_of(run)) for run in evidence.runs_of(point)]
+        return ("nothing finished", "bad") if seen.e2e_p99_ms is None else ("no request has one", "")
+    tried = (of_run(run, request_class) for run in evidence.runs_of(point))
+    runs = [target.of(one) for one in tried if one is not None]
     missed = sum(v is None or v > target.bound for v in runs)
     if missed and missed < len(runs):
         return f"missed in {missed} of {len(runs)} runs", "unsure"

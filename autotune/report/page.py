@@ -49,6 +49,11 @@ def compose(evidence: Evidence, *, advance: Callable[[float], None] | None = Non
     return Report(evidence, headline(evidence), sections)
 
 
+def is_page(begin: bytes) -> bool:
+    """Whether a file that begins so is one of these pages."""
+    return b'<meta name="generator" content="autotune' in begin
+
+
 def html(report: Report) -> str:
     """The page. Names that come from the profile are escaped; scripts run only if their hash is the one stated in the head."""
     return rendered(

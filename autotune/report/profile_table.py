@@ -14,7 +14,7 @@ from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Set
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
 from autotune.report.tables import Detail, class_table, fullest, latency, setting_cells, setting_table
-from autotune.report.wording import compared, sentence, times
+from autotune.report.wording import compared, lateness, sentence, times
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
@@ -109,7 +109,7 @@ def show(profile: Profile, console: Console) -> None:
         "search": "the search's own seed, not validated",
         "simulation": "simulated, not measured",
     }
-    weighed = ", each counted by the weight of its class" if profile.classes else ""
+    weighed = ", each counted by the weight of its class;" if profile.classes else ""
     console.print()
     console.print(escape(conclusion(profile)), highlight=False, style="bold")
     console.print()
@@ -118,18 +118,15 @@ def show(profile: Profile, console: Console) -> None:
     if drawn is not None:
         console.print(drawn)
     console.print(
-        f"req/s: those that met the SLO{weighed}, of about {first.rate:.3g} req/s offered to every setting alike; "
+        f"req/s: those that met the SLO{weighed or ', of'} about {first.rate:.3g} req/s offered to every setting alike; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
         "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
         style="dim",
         highlight=False,
     )
-    late, target = max(row[1].lateness_p99_ms for row in rows(profile)), profile.slo.ttft_ms
-    if target is not None and late > max(target / 10, 5.0):
-        console.print(
-            f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
-            style="yellow",
-        )
+    late = max(row[1].lateness_p99_ms for row in rows(profile))
+    if (said := lateness(late, profile.slo.ttft_ms)) is not None:
+        console.print(said, style="yellow")
     for warning in warnings(profile):
         console.print(escape(warning), highlight=False, style="yellow")
     if profile.confidence is not None:

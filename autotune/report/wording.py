@@ -136,6 +136,13 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def lateness(late_ms: float, target_ms: float | None) -> str | None:
+    """That requests were sent so late that it matters against a target of ``target_ms``; None where it does not."""
+    if target_ms is None or late_ms <= max(target_ms / 10, 5.0):
+        return None
+    return f"the load generator was up to {late_ms:.0f} ms late, which the latencies include: is the machine busy?"
+
+
 def names(evidence: Evidence) -> dict[Knobs, str]:
     """What each compared setting is called: its purposes, whose defaults it is, or the trial it came from."""
     purposes: dict[Knobs, list[str]] = {}

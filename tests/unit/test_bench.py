@@ -28,15 +28,17 @@ from autotune.bench import (
     plotting,
     turns,
 )
-from autotune.bench.loads import check_lasts, of_profile
+from autotune.bench.loads import SHARE, BenchLoad, calibrated, check_lasts, of_profile
 from autotune.bench.table import show
 from autotune.profile import load_profile
+from autotune.profiling.calibrate import Alone
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.request import Sequence
 from runtime.slo import SLO
+from runtime.step_model import StepFeatures
 from tests.unit.paced import FACTS, WORKLOAD, paced
 from tests.unit.profiles import score
 from tests.unit.report.reporting import Page
@@ -261,6 +263,60 @@ def test_a_trace_that_ends_before_the_turn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lasts for"):
         check_lasts(some, 0, 3, (short + long) / 2)
     check_lasts(parse_workload("azure-conv"), 0, 3, 1e6)
+
+
+@pytest.mark.parametrize(("duration", "prompt"), [(2.0, 32), (20.0, 192)])
+def test_a_calibrated_load_suits_the_length_of_a_turn(
+    monkeypatch: pytest.MonkeyPatch, duration: float, prompt: int
+) -> None:
+    """200 requests in a turn at the most: in longer turns lengths may be longer."""
+    load = on_the_spot(monkeypatch, "fixed:prompt=256,output=64", duration)
+    assert next(load.workload.arrivals(0, limit=1)).prompt_tokens == prompt
+    assert load.rate_from == f"{SHARE:.0%} of what fills the engine"
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"), [("fixed:prompt=1,output=1", 300), ("poisson:prompt=1,output=1,limit=100", 10)]
+)
+def test_no_more_is_offered_than_can_be_sent_or_than_the_workload_lasts_for(
+    monkeypatch: pytest.MonkeyPatch, spec: str, most: float
+) -> None:
+    load = on_the_spot(monkeypatch, spec, 10.0)
+    assert 0.7 * most < load.workload.rate <= most
+    assert load.rate_from.startswith("the most that can be offered; ")
+    check_lasts(load.workload, 0, 3, 10.0)
+    assert on_the_spot(monkeypatch, spec, 10.0, rate=400.0).workload.rate == 400.0
+
+
+def on_the_spot(monkeypatch: pytest.MonkeyPatch, spec: str, duration: float, rate: float | None = None) -> BenchLoad:
+    monkeypatch.setattr("autotune.bench.loads.measure_steps", lambda *of, **by: Known())
+    monkeypatch.setattr("autotune.bench.loads.request_alone", lambda *of, **by: Alone(0.128, 0.004, 128))
+    with paced() as engine:
+        return calibrated(engine, FACTS, spec, None, rate, 0, duration=duration, rounds=3)
+
+
+class Known:
+    """What the calibration of a machine whose steps take 1 ms, and 0.1 ms for each token, would find."""
+
+    seconds = 1.0
+
+    def cost(self, seconds: float) -> Known:
+        return self
+
+    def serving(self) -> Known:
+        return self
+
+    def predict(self, step: StepFeatures) -> float:
+        return 0.001 + 0.0001 * (step.decodes + step.prefill_tokens)
+
+
+@pytest.mark.parametrize(("late", "said"), [(40.0, False), (80.0, True)])
+def test_that_requests_were_sent_late_is_said_if_it_matters(late: float, said: bool) -> None:
+    turn = result(ONE, 0, [True] * 8)
+    sent = turn._replace(score=turn.score.model_copy(update={"lateness_p99_ms": late}))
+    console = Console(file=io.StringIO(), width=200)
+    show(PairedComparison([turn, sent], 40.0), SLO(ttft_ms=500), console, baseline=ONE)
+    assert ("the load generator was up to 80 ms late" in console.file.getvalue()) is said  # type: ignore[attr-defined]
 
 
 def test_a_single_block_has_no_interval() -> None:

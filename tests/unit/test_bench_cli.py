@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ from rich.console import Console
 
 from autotune.bench import Contender
 from autotune.bench.loads import BenchLoad
+from autotune.bench.plotting import page as page_of
 from autotune.cli import bench
+from autotune.cli.exits import FELL_SHORT
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
 from autotune.workload import at_length_scale, parse_workload
@@ -23,7 +26,9 @@ from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.tunable import ModelInfo
 from tests.sample_profile import sample_model
-from tests.unit.paced import paced
+from tests.unit.paced import FACTS, WORKLOAD, paced
+
+PAGE = page_of("Mine", []).decode()
 
 
 @pytest.mark.parametrize(
@@ -134,3 +139,44 @@ def test_figures_are_printed_ahead_of_a_page_that_cannot_be_written(
     with pytest.raises(InputError, match="cannot be written"):
         bench._finish(made, load, tmp_path / "gone" / "page.html", True)
     assert json.loads(capsys.readouterr().out) == {"status": "complete"}
+
+
+def test_a_bench_whose_engine_died_fell_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with paced() as engine:
+        contenders = [Contender("16/128", Knobs(16, 0, 128, 128)), Contender("4/32", Knobs(4, 0, 32, 32))]
+        made = bench._Run(
+            engine, FACTS, contenders, 0.3, 2, 0, Console(file=io.StringIO(), width=200), threading.Event()
+        )
+        load = BenchLoad(WORKLOAD, parse_workload(WORKLOAD), SLO(ttft_ms=5000), "given", "given")
+        made.results = Then(engine.close)
+        made.measure(load)
+    assert bench._finish(made, load, None, True) == FELL_SHORT
+    assert "1 of 4 turns were measured\n" in made.console.file.getvalue()  # type: ignore[attr-defined]
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["planned"], len(found["turns"])) == ("stopped", 4, 1)
+    assert [(one["contender"], one["round"]) for one in found["failures"]] == [("4/32", 0)]
+    assert found["failures"][0]["cause"]
+
+
+class Then(list[Any]):
+    """A list that does something after each that it takes."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        super().__init__()
+        self.do = do
+
+    def append(self, value: Any) -> None:
+        super().append(value)
+        self.do()
+
+
+@pytest.mark.parametrize(("content", "refused"), [("<html>mine</html>", True), (PAGE, False), ("", False)])
+def test_out_replaces_no_file_but_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, refused: bool
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(content)
+    assert run(["bench", "--cpu", "--model", "./no-such-model", "--out", str(page)]) == 2
+    said = f"error: --out: {page} exists and is no page of autotune's; name another file\n"
+    assert (capsys.readouterr().err == said) is refused
+    assert page.read_text() == content

@@ -14,15 +14,18 @@ from rich.console import Console
 from autotune.bench import PairedComparison, Result, fixed, measure, turns
 from autotune.bench.table import show as show_bench
 from autotune.cli.main import run as typed
-from autotune.measure.score import ClassScore, Latency
+from autotune.measure.score import CDF_AT, ClassScore, Latency
 from autotune.profile import Profile, load_profile, save_profile
 from autotune.profiling.assemble import judge, sidecar
 from autotune.profiling.findings import Findings
-from autotune.profiling.objective import Objective
+from autotune.profiling.objective import Objective, worst_ratio
 from autotune.profiling.points import point
 from autotune.profiling.simulator import PAIRED
-from autotune.report.evidence import Evidence, gather
+from autotune.report.evidence import Evidence, gather, worst_of
+from autotune.report.evidence import targets as bounds_of
+from autotune.report.headline import headline
 from autotune.report.page import compose, html
+from autotune.report.panels import capacity, latency, pareto
 from autotune.report.panels.classes import sections
 from autotune.report.profile_table import show
 from autotune.report.section import Section
@@ -95,6 +98,76 @@ def test_latency_is_the_worst_of_all_classes_in_units_of_their_targets() -> None
     """Chat: TTFT 150 of 300 ms, TPOT 9 of 18; batch: E2E 3 of 20 s."""
     assert OBJECTIVE.latency(point([two(SMALL, 30, 30)])) == pytest.approx(0.5)
     assert OBJECTIVE.latency(point([two(SMALL, 30, 30, p99=1500.0)])) == pytest.approx(5.0)
+
+
+def test_a_latency_that_no_request_has_misses_no_target() -> None:
+    """Answers of one token have no TPOT, and a class of which none came has nothing: settings differ by the rest."""
+
+    def latency(p99: float, without: str | None = None, **changes: Any) -> float:
+        made = point([two(SMALL, 30, 30, p99=p99)])
+        chat = made.classes["chat"].model_copy(update={f"{without}_p99_ms": None} if without else {})
+        batch = made.classes["batch"].model_copy(update=changes)
+        return OBJECTIVE.latency(made.model_copy(update={"classes": {"chat": chat, "batch": batch}}))
+
+    nothing = dict.fromkeys(("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms"))
+    assert (latency(150.0, "tpot"), latency(240.0, "tpot")) == (0.5, 0.8)
+    assert latency(240.0, offered=0, met=0, attainment=0.0, **nothing) == 0.8
+    assert latency(240.0, **nothing) == inf, "30 came, and none finished"
+    slo = SLO(ttft_ms=100, tpot_ms=10)
+    one_token, none = (point([run(SMALL)]).model_copy(update=update) for update in ({"tpot_p99_ms": None}, nothing))
+    targets = {"ttft_p99_ms": 100.0, "tpot_p99_ms": 10.0}
+    for seen in (one_token, none):
+        assert Objective(slo).latency(seen) == worst_ratio(seen, targets)
+        drawn = worst_of(seen, bounds_of(slo))
+        assert drawn == (None if seen is none else worst_ratio(seen, targets))
+    assert Objective(slo).latency(one_token) == one_token.ttft_p99_ms / 100 and Objective(slo).latency(none) == inf  # type: ignore[operator]
+
+
+def test_weighted_goodput_is_not_set_against_an_unweighted_offer(made: Profile) -> None:
+    chosen = point([two(SMALL, 30, 30)])
+    assert OBJECTIVE.said(chosen) == "best 9.0 req/s within the SLO, each counted by the weight of its class"
+    meaning = headline(Evidence(made, "two.yaml")).meaning[0]
+    assert "requests a second within the SLO, each counted by the weight of its class" in meaning
+    assert "offered" not in meaning
+
+
+def test_a_p99_is_held_against_the_targets_of_its_class(made: Profile) -> None:
+    """Chat has a TTFT and a TPOT target, batch an E2E target alone."""
+    evidence = Evidence(made, "two.yaml")
+    seen = evidence.recommended.point.classes
+    figures = {figure.name: figure for figure in headline(evidence).figures if "p99" in figure.name}
+    assert [*figures] == ["TTFT p99 of chat", "TPOT p99 of chat", "E2E p99 of batch"]
+    assert figures["TTFT p99 of chat"].value == number(seen["chat"].ttft_p99_ms)
+    assert figures["E2E p99 of batch"].value == number(seen["batch"].e2e_p99_ms)
+    assert figures["E2E p99 of batch"].beside == "target 20,000 ms, met"
+
+
+def test_a_run_in_which_a_class_missed_its_target_is_counted(made: Profile) -> None:
+    chosen = made.settings["balanced"]
+    runs = [two(chosen.knobs, 30, 30, p99=p99, seed=seed) for seed, p99 in enumerate((150.0, 150.0, 330.0))]
+    pooled = point(runs)
+    settings = {"balanced": chosen.model_copy(update={"point": pooled})}
+    evidence = Evidence(made.model_copy(update={"settings": settings}), "two.yaml", runs=tuple(runs))
+    figures = {figure.name: figure.beside for figure in headline(evidence).figures}
+    assert figures["TTFT p99 of chat"] == "target 300 ms, missed in 1 of 3 runs"
+    assert figures["TPOT p99 of chat"] == "target 18 ms, met"
+
+
+def test_latencies_of_all_classes_are_drawn_without_a_target(made: Profile) -> None:
+    section = pareto.section(Evidence(made, "two.yaml"))
+    assert section.plots and "shaded region" not in section.lead and "of all classes together" in section.lead
+    for view in section.plots[0].views:
+        assert "shapes" not in view.layout and "within target" not in str(view.layout)
+    at = made.settings["balanced"].point
+    distributed = Latency(p50=1, p99=9, cdf=tuple(float(q) for q in CDF_AT))
+    of_one = run(at.knobs, stage=at.stage, rate=at.rate, ttft_ms=distributed)
+    shown = latency.section(Evidence(made, "two.yaml", runs=(of_one,)))
+    assert shown.plots and not any(view.layout.get("shapes") for plot in shown.plots for view in plot.views)
+    assert shown.title == latency.TOPIC and "each class has its own" in shown.lead
+    carried = capacity.section(Evidence(made, "two.yaml"))
+    for view in carried.plots[0].views if carried.plots else ():
+        assert not view.layout.get("shapes") and not view.labels
+    assert carried.absent or "90% of chat and 99% of batch" in carried.lead
 
 
 def test_the_spelling_of_a_class_reads_back() -> None:

@@ -8,15 +8,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 from autotune import __version__
 from autotune.cli.display import Display, duration
 from autotune.cli.main import app, run
 from autotune.cli.options import seconds
-from autotune.cli.profile_output import Files, activation, longer, next_steps
+from autotune.cli.profile_output import Files, activation, engine_facts, longer, next_steps
 from autotune.cli.profile_study import stem
 from autotune.engines.own import default_model
 from autotune.profile import save_profile
@@ -29,6 +31,7 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.torch_backend.presets import PRESETS
 from tests.sample_profile import full_profile, sample_profile
+from tests.unit.paced import paced
 from tests.unit.profiles import VLLM, findings, profile, setup
 from tests.unit.profiles import run as measured
 
@@ -402,6 +405,29 @@ def test_a_verdict_and_a_late_generator_are_said(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "the load generator was up to 120 ms late" in text
     assert made.verdict in " ".join(text.split())
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_profile_keeps_how_many_blocks_the_engine_counts(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than its tokens fill where layers take blocks in several groups."""
+    with paced() as engine:
+        seen = engine.view()
+        counted = seen._replace(kv_total_blocks=groups * seen.kv_total_blocks)
+        monkeypatch.setattr(engine, "view", lambda: counted)
+        found = engine_facts(engine, {"dtype": "half"})
+    assert found.kv_blocks == groups * found.kv_pool.blocks > 0 and found.options == {"dtype": "half"}
+
+
+def test_help_of_profile_has_the_defaults_of_callables_too() -> None:
+    group: Any = typer.main.get_command(app)
+    said = {option.name: option.help for option in group.commands["profile"].params}
+    defaults = {
+        "budget": "60s with --callable)",
+        "out": "with --callable, FUNCTION.yaml)",
+        "slo": "with --callable, e2e of ten times a call of one item, at least 20ms)",
+        "rate": "with --callable in items/s, about 0.8 of what calls of half the SLO can serve)",
+    }
+    assert not {name: said[name] for name, words in defaults.items() if not said[name].endswith(words)}
 
 
 def test_progress_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

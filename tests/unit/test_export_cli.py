@@ -180,6 +180,18 @@ def test_diff_says_what_would_change_in_a_file_and_writes_nothing(
     assert capsys.readouterr().out.endswith("vllm.yaml has all of these settings already\n")
 
 
+def test_diff_says_what_would_be_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm"]) == 0
+    more = "num_gpu_blocks_override: 64\nlong-prefill-token-threshold: null\nport: 8000\n"
+    with (folder / "vllm.yaml").open("a") as file:
+        file.write(more)
+    capsys.readouterr()
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--diff", "vllm.yaml"]) == 0
+    assert capsys.readouterr().out.endswith("num-gpu-blocks-override: 64 → removed\n")
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--diff", "vllm.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == {"num-gpu-blocks-override": [64, None]}
+
+
 @pytest.mark.parametrize(
     ("content", "words", "says"),
     [

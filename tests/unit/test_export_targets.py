@@ -12,6 +12,7 @@ from autotune.cli.main import run
 from autotune.export import TARGETS, Export, export
 from autotune.profile import ModelFacts
 from autotune.profile.callable import save_callable_profile
+from runtime.batching.options import BATCHER_LIMITS
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 from tests.callable_profile import ADAPTIVE, DYNAMIC, SLOWER, profile_of
@@ -170,6 +171,19 @@ def test_a_bound_on_the_cost_of_a_call_is_lost_where_inputs_have_costs(to: str) 
         export(costly, TARGETS[to])
     assert any("token_budget 8 is dropped" in line for line in export(costly, TARGETS[to], allow_lossy=True).reports)
     assert export(profile_of(DYNAMIC), TARGETS[to])
+
+
+@pytest.mark.parametrize("to", ["triton", "ray-serve"])
+def test_a_budget_at_its_ceiling_cuts_nothing_and_comes_first_among_equals(to: str) -> None:
+    open_ = DYNAMIC._replace(knobs=DYNAMIC.knobs.with_(token_budget=BATCHER_LIMITS.token_budget))
+    found = profile_of(ADAPTIVE, DYNAMIC, open_)
+    costly = found.model_copy(update={"inputs": found.inputs.model_copy(update={"cost": "len"})})
+    made = export(costly, TARGETS[to])
+    assert made.source.knobs == open_.knobs
+    assert any("it is at its ceiling, so it cuts nothing" in line for line in made.reports)
+    better = costly.points[1].model_copy(update={"goodput": 2 * costly.points[1].goodput})
+    costly = costly.model_copy(update={"points": (costly.points[0], better, costly.points[2])})
+    assert export(costly, TARGETS[to], allow_lossy=True).source.knobs == DYNAMIC.knobs
 
 
 def test_a_callable_by_the_command_line(

@@ -133,6 +133,7 @@ VLLM_ITSELF: dict[str, Any] = {
     "name": "vllm",
     "version": "0.32.0",
     "kv_pool": KvPool(block_size=128, blocks=1638),
+    "kv_blocks": 1638,
     "options": {"load_format": "dummy", "enforce_eager": "true"},
 }
 
@@ -167,6 +168,28 @@ def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
     assert not any("approximate" in line for line in export.reports)
     cut = made(Knobs(max_batch_size=8, token_budget=192, chunk_size=64), gpu=gpu, engine=VLLM_ITSELF)
     assert any(line.startswith("chunk_size 64 tokens is approximate: vLLM lifts") for line in cut.reports)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_blocks_of_several_groups_are_all_counted(gpu: bool) -> None:
+    export = made(gpu=gpu, engine=VLLM_ITSELF | {"kv_blocks": 3 * 1638})
+    assert export.written["num-gpu-blocks-override"] == 3 * 1638 + 1
+    assert next(e.fit for e in export.entries if e.name == "kv_pool") is Fit.EXACT
+
+
+@pytest.mark.parametrize(
+    ("each", "devices", "held"), [(1000, 1, 1639 * 128 * 1000), (1000, 2, 1639 * 64 * 1000), (0, 1, None)]
+)
+def test_blocks_that_a_profile_does_not_tell_are_left_to_vllm(each: int, devices: int, held: int | None) -> None:
+    """For its model may take them in several groups."""
+    engine = VLLM_ITSELF | {"kv_blocks": None, "parallelism": devices}
+    export = made(gpu=True, model=sample_model(name="/models/mine", kv_bytes_per_token=each), engine=engine)
+    assert "num-gpu-blocks-override" not in export.written and export.written["block-size"] == 128
+    assert export.written.get("kv-cache-memory-bytes") == held
+    [said] = [line for line in export.reports if line.startswith("kv_pool")]
+    assert (
+        "is approximate: the profile does not say how many blocks vLLM's pool had" in said and "CUDA graphs" not in said
+    )
 
 
 @pytest.mark.parametrize(("gpu", "engine", "said"), [(True, VLLM_ITSELF, 1), (False, VLLM_ITSELF, 0), (True, {}, 0)])

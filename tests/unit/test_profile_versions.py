@@ -21,7 +21,8 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from tests.sample_profile import sample_profile
 
-LATER = {spec.name for spec in KNOBS if not spec.required} | {"growth_reserve", "kv_allocation", "options"}
+OF_ENGINES = {"growth_reserve": 1, "kv_allocation": "whole", "kv_blocks": None, "options": {}}
+LATER = {spec.name for spec in KNOBS if not spec.required} | {*OF_ENGINES}
 DATA = Path(__file__).parent / "data"
 RENAMED = {"excess_s": "serving_overhead_s"}
 ROOT = Path(__file__).parents[2]
@@ -72,10 +73,10 @@ def test_version_2_called_warnings_and_paired_simulations_otherwise() -> None:
 
 def test_an_engine_of_before_kept_one_block_for_each_decode_handed_out_whole_prompts_and_had_no_options() -> None:
     data = sample_profile().model_dump(mode="json")
-    for name in ("growth_reserve", "kv_allocation", "options"):
+    for name in OF_ENGINES:
         del data["engine"][name]
     found = Profile.model_validate_json(json.dumps(data), strict=True).engine
-    assert (found.growth_reserve, found.kv_allocation, found.options) == (1, "whole", {})
+    assert {name: getattr(found, name) for name in OF_ENGINES} == OF_ENGINES
 
 
 def test_the_chain_has_no_gap_and_ends_at_the_present() -> None:

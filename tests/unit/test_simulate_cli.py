@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from autotune.cli.main import run
+from autotune.cli.simulation_options import SimulationOptions
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.decision_log import read_decisions
 from autotune.cost.price import per_million
@@ -391,6 +394,32 @@ def test_what_differs_from_what_the_profile_measured_is_said(capsys: pytest.Capt
             assert "in windows of" not in flat(capsys.readouterr().out)
     run(["simulate", "cpu-2core-tiny", "--rate", "10", *QUICK])
     assert "in windows of" not in flat(capsys.readouterr().out)
+
+
+def test_the_profiles_capacity_is_held_against_that_of_the_same_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = SimulationOptions(
+        "cpu-2core-tiny", workload=None, slo=None, classes=None, scale=None, kv_tokens=None, price=None, controller=None,
+        knobs={}, requests=100,
+    )  # fmt: skip
+    monkeypatch.setattr(requested, "_measured_and_simulated", lambda point, stop: "As measured.")
+    known = requested.profile.capacity
+    assert known is not None
+    rate = next(p.offered_rate for p in known.tried if p.rate == known.rate)
+
+    def said(same: float | None, other: float) -> str | None:
+        found: list[Any] = [SimpleNamespace(knobs=known.knobs.with_(max_wait_ms=7), rate=other)]
+        if same is not None:
+            found.append(SimpleNamespace(knobs=known.knobs, rate=same))
+        return requested.beside_capacity(found, 100, lambda: False)
+
+    assert said(rate, 2 * rate) is None and said(None, 2 * rate) is None
+    assert (said(2 * rate, rate) or "").startswith(f"The profile has a capacity of {rate:.3g} req/s: As measured.")
+
+
+@pytest.mark.parametrize(("verb", "said"), [("simulate", False), ("advise", False), ("capacity", True)])
+def test_help_says_what_intervals_are_over(verb: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    assert ("intervals are over these sets" in " ".join(capsys.readouterr().out.replace("│", " ").split())) is said
 
 
 def test_a_rate_that_the_workload_names_is_simulated(path: str, capsys: pytest.CaptureFixture[str]) -> None:

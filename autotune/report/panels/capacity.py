@@ -8,13 +8,14 @@ from autotune.report.evidence import Evidence
 from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
 from autotune.report.section import Section, absent
 from autotune.report.standing import limit
-from autotune.report.wording import listed, ms, number, percent, target_share
+from autotune.report.wording import listed, ms, number, percent
 
 KEY, TOPIC = "capacity", "How much it carries"
 
 
 def section(evidence: Evidence) -> Section:
-    found, target = evidence.profile.capacity, evidence.profile.slo.attainment
+    found, objective = evidence.profile.capacity, Objective.of(evidence.profile)
+    target = None if objective.classes else objective.slo.attainment  # of each class its own
     if found is None:
         return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that meets the SLO.")
     if len(found.tried) < 2:
@@ -34,15 +35,17 @@ def section(evidence: Evidence) -> Section:
     low = max(0.0, min(100 * p.attainment_low for p in tried) - 5)
     x = axis("offered rate (req/s)", range=[0.9 * min(xs), 1.06 * max(xs)], nticks=8)
     y = axis("attainment", range=[low, 103], ticksuffix="%", nticks=6)
-    label = Label(0.93 * min(xs), 100 * target, f"target: {target_share(target)}", "@target")
-    view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * target)]), [label])
+    at = [] if target is None else [100 * target]
+    labels = [Label(0.93 * min(xs), share, f"target: {objective.shares}", "@target") for share in at]
+    shapes = [rule(y=share) for share in at]
+    view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=shapes), labels)
     met, missed = limit(evidence)
     if met is None:
         title = "The SLO was not met at any rate tried"
     elif missed:
         below = listed(number(p.offered_rate) for p in missed)
         title = f"The SLO was met at {number(met.offered_rate)} req/s, yet missed at {below}: its limit is not certain"
-    elif not Objective.of(evidence.profile).confirmed(met):
+    elif not objective.confirmed(met):
         title = f"The SLO is perhaps met up to about {number(met.offered_rate)} req/s: too few requests to tell"
     else:
         title = f"The SLO is met up to about {number(met.offered_rate)} req/s"
@@ -50,6 +53,8 @@ def section(evidence: Evidence) -> Section:
         "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the SLO may be bad "
         "luck, and one above it good luck."
     )
+    if objective.classes:
+        lead += f" Requests of all classes together, each by its own SLO, which must be met by {objective.shares}."
     return Section(KEY, TOPIC, title, lead, (Plot("capacity", "", f"{TOPIC}. {title}.", [view], 300),))
 
 

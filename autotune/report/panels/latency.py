@@ -38,7 +38,8 @@ def section(evidence: Evidence) -> Section:
     series: list[tuple[str, str, list[Run]]] = [("recommended", "@accent", ours)]
     if baseline is not None and baseline.knobs != point.knobs:
         series.append((VLLM_LABEL, "@baseline", evidence.runs_of(baseline)))
-    bounds = {t.name: t for t in targets(evidence.profile.slo)}
+    classes = evidence.profile.classes
+    bounds = {} if classes else {t.name: t for t in targets(evidence.profile.slo)}
     plots = tuple(made for name in _ALSO if (made := _plot(name, bounds.get(name), series)) is not None)
     runs = len(ours)
     what = "simulated requests" if evidence.simulated else "requests"
@@ -47,6 +48,8 @@ def section(evidence: Evidence) -> Section:
         f"{'; the shaded band is the range of the runs' if runs > 1 else ''}. Requests that never got that far are not in "
         "the curves."
     )
+    if classes:
+        lead += " Requests of all classes are in one curve, which has no target: each class has its own."
     title = _title(point, baseline, list(bounds.values()))
     return Section(KEY, TOPIC, f"By simulation, {title}" if evidence.simulated and bounds else title, lead, plots)
 

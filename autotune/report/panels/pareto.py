@@ -7,26 +7,29 @@ from typing import NamedTuple
 
 from autotune.profile import Point
 from autotune.profiling.objective import Measure, Objective
-from autotune.report.evidence import Evidence, LatencyBound, MeasuredTrial, targets, trial_of, worst_ratio
+from autotune.report.evidence import Evidence, LatencyBound, MeasuredTrial, targets, trial_of, worst_of
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, error_bars, layout, line, log_axis, note, plain
 from autotune.report.section import Section, absent
 from autotune.report.standing import standing
 from autotune.report.wording import STAGES, defaults, ms, names, number, percent, plus_minus, reached, short_setting
 from runtime.knobs import Knobs
+from runtime.slo import SLO
 
 KEY = "pareto"
 _FEWEST = 2
 _LEAST = 0.1  # as good as the best: a slow setting that is less is left out
 _SAME_LOAD = 0.05
+_EVERY = targets(SLO(ttft_ms=1, tpot_ms=1, e2e_ms=1))  # latencies, whose targets say nothing
 _MOST_DRAWN = 3000  # faint points; beyond that a page turns slow and nothing more is seen
 
 
 class _Scale(NamedTuple):
-    """A latency to draw against: its button, axis title, where its target is, and its value for a trial or point."""
+    """A latency to draw against: its button, axis title, where its target is (None: classes have several), and its value for a
+    trial or point."""
 
     name: str
     title: str
-    bound: float
+    bound: float | None
     of: Callable[[MeasuredTrial | Point], float | None]
 
 
@@ -43,21 +46,22 @@ class _Cloud(NamedTuple):
 
 
 def section(evidence: Evidence) -> Section:
-    compared, bounds, objective = evidence.compared, targets(evidence.profile.slo), Objective.of(evidence.profile)
+    compared, classes, objective = evidence.compared, evidence.profile.classes, Objective.of(evidence.profile)
     measure = objective.measure
     topic = f"{measure.title} against latency"
-    scales, clouds = _scales(bounds), _clouds(evidence)
+    bounds, clouds = _EVERY if classes else targets(evidence.profile.slo), _clouds(evidence)
     trials = [t for cloud in clouds for t in cloud.trials]
     if len(compared) + len(trials) < _FEWEST:
         return absent(KEY, topic, "Only one setting was measured, so there is no front to draw.")
-    if not scales:
+    if not bounds:
         return absent(KEY, topic, "The SLO targets nothing but ITL, which profiles do not keep.")
     tried: list[MeasuredTrial | Point] = [*trials, *compared]
-    scales = [scale for scale in scales if any(scale.of(one) is not None for one in tried)]
+    bounds = [bound for bound in bounds if any(bound.of(one) is not None for one in tried)]
+    scales = _untargeted(bounds) if classes else _scales(bounds)
     if not scales:
         return absent(KEY, topic, "No request has a latency that the SLO bounds.")
     notes = _cautions(compared, clouds)
-    if evidence.profile.slo.itl_ms is not None:
+    if evidence.profile.slo.itl_ms is not None and not classes:
         notes.append("Profiles do not keep the ITL: its target is not in the picture.")
     kept = _drawn(objective, trials, compared, scales)
     if gone := [t for t in trials if t not in kept]:
@@ -72,9 +76,14 @@ def section(evidence: Evidence) -> Section:
     known = (
         "" if objective.interval(evidence.recommended.point) is None else f"the 95% interval of its {measure.name} and "
     )
+    region = (
+        "in the shaded region the 99th percentile meets its target"
+        if not classes
+        else "p99s are of all classes together, which have targets of their own"
+    )
     lead = (
-        f"Each point is one of {count} settings. {measure.direction}, further left is faster; in the "
-        f"shaded region the 99th percentile meets its target. The star is the recommended setting, with {known}"
+        f"Each point is one of {count} settings. {measure.direction}, further left is faster; {region}. "
+        f"The star is the recommended setting, with {known}"
         f"the range of its runs. {' '.join(cloud.said for cloud in clouds)}"
     )
     return Section(
@@ -108,7 +117,8 @@ def _drawn(
     shown = [values[t] for t in trials if none or objective.share(t, best) >= _LEAST]
     shown += [[s.of(p) for s in scales] for p in compared]
     edges = [
-        max([scale.bound, *(v for row in shown if (v := row[place]) is not None)]) for place, scale in enumerate(scales)
+        max([scale.bound or 0.0, *(v for row in shown if (v := row[place]) is not None)])
+        for place, scale in enumerate(scales)
     ]
     return {
         t for t, row in values.items() if all(v is not None and v <= edge for v, edge in zip(row, edges, strict=True))
@@ -119,16 +129,19 @@ def _scales(bounds: Sequence[LatencyBound]) -> list[_Scale]:
     single = [_Scale(b.name, f"{b.name} p99 (ms)", b.bound, b.of) for b in bounds]
     if len(single) < 2:
         return single
-    worst = _Scale(
-        "Worst of all", "worst p99, as a multiple of its target", 1.0, lambda found: worst_ratio(found, bounds)
-    )
+    worst = _Scale("Worst of all", "worst p99, as a multiple of its target", 1.0, lambda found: worst_of(found, bounds))
     return [worst, *single]
+
+
+def _untargeted(bounds: Sequence[LatencyBound]) -> list[_Scale]:
+    """The same latencies without their targets."""
+    return [_Scale(one.name, f"{one.name} p99 (ms)", None, one.of) for one in bounds]
 
 
 def _view(evidence: Evidence, objective: Objective, scale: _Scale, compared: list[Point], clouds: list[_Cloud]) -> View:
     called, owners, measure = names(evidence), defaults(evidence), objective.measure
     data: list[Trace] = []
-    values = [scale.bound]
+    values = [] if scale.bound is None else [scale.bound]
     for cloud in clouds:
         known = [(t, at[0], at[1]) for t in cloud.trials[-_MOST_DRAWN:] if (at := _at(objective, scale, t))]
         if not known:
@@ -172,6 +185,8 @@ def _view(evidence: Evidence, objective: Objective, scale: _Scale, compared: lis
     if not measure.lowest:
         top = max(ys, default=1.0)
         y["range"] = [-0.03 * top, 1.1 * top]
+    if scale.bound is None:
+        return View(scale.name, data, layout(across, y), labels)
     region = {
         "type": "rect", "xref": "x", "yref": "paper", "x0": 10 ** across["range"][0], "x1": scale.bound, "y0": 0, "y1": 1,
         "fillcolor": "@region", "line": {"width": 0}, "layer": "below",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +109,10 @@ def test_runs_repeated_under_a_common_seed_count_once() -> None:
 )
 def test_a_ratio_in_words(ratio: float, said: str) -> None:
     assert compared(ratio, "requests", "A") == said
+
+
+def test_the_guide_says_by_which_rule_a_difference_is_claimed() -> None:
+    """By the paired gain; by intervals that do not overlap only of a profile without."""
+    text = " ".join((Path(__file__).parents[3] / "docs" / "how-to" / "report.md").read_text(encoding="utf-8").split())
+    assert "only if the profile's `gain` does" in text
+    assert "For a profile without `gain`, the 95% intervals of the two settings must not overlap." in text
