@@ -2,9 +2,10 @@
 
 Fourteen scenarios (M1 to M14) of machines, requests and SLOs that change while they are served, three that were invented later
 (U1 to U3), eight on step times of real GPUs (G1 to G8), four invented when most of ours stood (F1 to F4), four when all
-contenders did (H1 to H4), and variants with noise in step times and with a bound on gaps between tokens. Ours was tuned on M1
-to M14, and constants of it were chosen with others in sight, as :mod:`autotune.control.controllers.predictive.constants` says of
-each: on U1 none but whole tiles, on H1 to H4 none. Rivals are tuned on M1 to M14 and on G1 to G8.
+contenders did (H1 to H4), four with E2E targets (E1 to E4), and variants with noise in step times and with a bound on gaps
+between tokens. Ours was tuned on M1 to M14, and constants of it were chosen with others in sight, as
+:mod:`autotune.control.controllers.predictive.constants` says of each: on E1 to E4 none. Rivals are tuned on M1 to M14 and on G1
+to G8.
 
 Every contender starts cold at vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared
 is goodput, as a share of that of an oracle: the best fixed knobs of each phase, chosen in hindsight. To tell which part earns

@@ -15,15 +15,12 @@ from typing import NamedTuple
 from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STATIC, Layer
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.run import Outcome
-from benchmarks.controller.scenarios import FORMER, FROZEN, MATRIX, MEASURED, SCENARIOS, UNSEEN
+from benchmarks.controller.scenarios import FAMILIES, SCENARIOS
 from benchmarks.dots import Row, drawing, panels_of
 
 HINDSIGHT = "best static"
 EVERYTHING = "all in time"
 """Whoever serves every request in time: no ratio can be higher where all ran the same seeds."""
-LATER = "invented later; U2 and U3 were in sight when constants of ours were chosen, U1 was not"
-EARLIER = "invented when most of ours stood; in sight when some of its later constants were chosen"
-AFTERWARDS = "invented when all of them stood"
 
 Found = Mapping[tuple[str, str], Mapping[int, Outcome]]
 """Outcomes by seed of each (scenario, contender)."""
@@ -51,11 +48,12 @@ class Attribution:
         self.bases = list(
             dict.fromkeys(CONTENDERS[c].base for c in CONTENDERS if any(c == other for _, other in found))
         )
-        self.matrix = [scenario.name for scenario in MATRIX if scenario.name in self.scenarios]
-        self.unseen = [scenario.name for scenario in UNSEEN if scenario.name in self.scenarios]
-        self.measured = [scenario.name for scenario in MEASURED if scenario.name in self.scenarios]
-        self.former = [scenario.name for scenario in FORMER if scenario.name in self.scenarios]
-        self.frozen = [scenario.name for scenario in FROZEN if scenario.name in self.scenarios]
+        self.families = {
+            family: names
+            for family in FAMILIES
+            if (names := [scenario.name for scenario in family.scenarios if scenario.name in self.scenarios])
+        }
+        self.matrix = self.families.get(FAMILIES[0], [])
         self.shifting = [name for name in self.matrix if SCENARIOS[name].shifts]
 
     def ratio(self, scenario: str, base: str, layer: Layer) -> float:
@@ -121,26 +119,20 @@ class Attribution:
             "full_vs_best_static_with_admission_shift": self.mean(self.shifting, OURS, "full"),
             "all_in_time_vs_best_static_with_admission_mean": self.mean(self.matrix, EVERYTHING, "full"),
             "all_in_time_vs_best_static_with_admission_shift": self.mean(self.shifting, EVERYTHING, "full"),
-            "gpu_truth_full_mean": self.mean(self.measured, OURS, "full"),
-            "gpu_truth_full_min": least_of(self.ratio(name, OURS, "full") for name in self.measured),
-            "frozen_full_vs_best_static_with_admission_mean": self.mean(self.frozen, OURS, "full"),
-            "frozen_full_vs_best_static_with_admission_min": least_of(
-                self.ratio(name, OURS, "full") for name in self.frozen
-            ),
-            "unseen_full_vs_best_static_with_admission_mean": self.mean(self.unseen, OURS, "full"),
-            "unseen_full_vs_best_static_with_admission_min": least_of(
-                self.ratio(name, OURS, "full") for name in self.unseen
-            ),
         }
+        others = {family.key: self.families.get(family, []) for family in FAMILIES if family.key}
+        for key, names in others.items():
+            name = "gpu_truth_full" if key == "gpu_truth" else f"{key}_full_vs_best_static_with_admission"
+            full = [self.ratio(scenario, OURS, "full") for scenario in names]
+            figures |= {f"{name}_mean": mean_of(full), f"{name}_min": least_of(full)}
         compared: dict[str, Layer] = {"full_vs_best_rival_with_admission": "full", "knobs_vs_best_tuned_rival": "knobs"}
         for key, layer in compared.items():
             rival = self.rival(layer)
             if rival is not None:
                 figures[f"{key}_mean"], figures[f"{key}_min"] = rival.mean, rival.least
-            if (rival := self.rival(layer, self.measured)) is not None:
-                figures[f"gpu_truth_{key}_mean"] = rival.mean
-            if (rival := self.rival(layer, self.frozen)) is not None:
-                figures[f"frozen_{key}_mean"] = rival.mean
+            for family, names in others.items():
+                if (rival := self.rival(layer, names)) is not None:
+                    figures[f"{family}_{key}_mean"] = rival.mean
         return figures
 
     def tables(self) -> str:
@@ -152,14 +144,9 @@ class Attribution:
             "Goodput over that of the best fixed setting in hindsight, which has deadline order and early rejection: mean (min)",
             f"{'':<24}" + "".join(f"{text:>20}" for text in LAYERS.values()),
         ]
-        groups = {
-            "": self.matrix,
-            "those that shift": self.shifting,
-            LATER: self.unseen,
-            "on measured GPUs": self.measured,
-            EARLIER: self.former,
-            AFTERWARDS: self.frozen,
-        }
+        groups = {family.about: names for family, names in self.families.items()}
+        if self.shifting:
+            groups = {"": self.matrix, "those that shift": self.shifting} | groups
         for title, names in groups.items():
             if not names:
                 continue
@@ -190,15 +177,9 @@ class Attribution:
 
     def picture(self, seeds: Sequence[int]) -> str:
         """An SVG: a row for each contender, a panel for each group of scenarios, and a dot for each layer at its mean ratio."""
-        groups = {
-            "M1 to M14": self.matrix,
-            "those that shift": self.shifting,
-            "U1 to U3": self.unseen,
-            "G1 to G8, measured GPUs": self.measured,
-            "F1 to F4": self.former,
-            "H1 to H4": self.frozen,
-        }
-        groups = {title: names for title, names in groups.items() if names}
+        groups = {family.label: names for family, names in self.families.items()}
+        if self.shifting:
+            groups = {FAMILIES[0].label: self.matrix, "those that shift": self.shifting} | groups
         rows = [
             Row(base, [{layer: self.mean(names, base, layer) for layer in LAYERS} for names in groups.values()])
             for base in (HINDSIGHT, *self.bases, EVERYTHING)

@@ -36,8 +36,10 @@ SLOS = {
     "long": SLO(ttft_ms=10_000, tpot_ms=200),
     "gap": SLO(ttft_ms=500, itl_ms=25),
     "whole": SLO(ttft_ms=2000, e2e_ms=20_000),
+    "answer": SLO(e2e_ms=30_000),
+    "page": SLO(ttft_ms=1000, tpot_ms=100, e2e_ms=15_000),
 }
-"""The SLOs, by name: MLPerf's server target and interactive ones, long prompts', a bound on gaps, one on whole answers."""
+"""The SLOs, by name: MLPerf's server target and interactive ones, long prompts', a bound on gaps, three on whole answers."""
 
 
 def slo_of(name: str) -> SLO:

@@ -8,9 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from benchmarks.controller.attribution import (
-    AFTERWARDS,
-    EARLIER,
-    LATER,
     Attribution,
     Found,
     least_of,
@@ -21,7 +18,7 @@ from benchmarks.controller.contenders import COLUMNS, CONTENDERS
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.oracle import Best
 from benchmarks.controller.run import BIN_S
-from benchmarks.controller.scenarios import FORMER, FROZEN, MATRIX, MEASURED, SCENARIOS, UNSEEN, VARIANTS, Scenario
+from benchmarks.controller.scenarios import FAMILIES, MATRIX, SCENARIOS, UNSEEN, VARIANTS, Scenario
 
 COLD_S = 30.0
 _BACK = 0.95  # of the oracle's goodput over _WINDOW bins: a contender has recovered
@@ -122,14 +119,7 @@ class Comparison:
     def _ratios(self, *, reject: bool) -> str:
         what = "best fixed knobs of each phase" + (" with early rejection" if reject else "")
         lines = [f"Goodput as a share of that of the {what}", self._header("hindsight")]
-        groups = {
-            "": MATRIX,
-            LATER: UNSEEN,
-            "variants": VARIANTS,
-            "measured": MEASURED,
-            EARLIER: FORMER,
-            AFTERWARDS: FROZEN,
-        }
+        groups = {family.about: family.scenarios for family in FAMILIES} | {"variants": VARIANTS}
         for title, group in groups.items():
             rows = [s.name for s in self.scenarios if s in group]
             if rows and title:

@@ -35,7 +35,11 @@ class Steps(StepModel):
         return self.seconds(step.prefill_tokens)
 
 
-def served(steps: Steps, rate: float, budget: int) -> tuple[float, int]:
+INTERACTIVE = SLO(ttft_ms=1e3 * TTFT, tpot_ms=1e3 * TPOT)
+WHOLE = SLO(e2e_ms=1.5e3)
+
+
+def served(steps: Steps, rate: float, budget: int, slo: SLO = INTERACTIVE) -> tuple[float, int]:
     """The share of requests in time under a fixed budget, and decodes of a usual step."""
     dice, at, arrivals = random.Random(1), 0.0, []
     while (at := at + dice.expovariate(rate)) < SECONDS:
@@ -49,25 +53,27 @@ def served(steps: Steps, rate: float, budget: int) -> tuple[float, int]:
     engine.subscribe(heard)
     engine.serve(arrivals)
     engine.run()
-    slo = SLO(ttft_ms=1e3 * TTFT, tpot_ms=1e3 * TPOT)
     decodes = sorted(step.decodes for step in heard.steps)
     return sum(map(slo.met, heard.requests)) / len(heard.requests), max(1, decodes[len(decodes) // 2])
 
 
-def predicted(steps: Steps, rate: float, budget: int, decodes: int) -> float:
+def predicted(steps: Steps, rate: float, budget: int, decodes: int, slo: SLO = INTERACTIVE) -> float:
     requests = Requests(rate, [float(p) for p in PROMPTS], [a - 1.0 for a in ANSWERS])
-    return attainment(lambda n: steps.seconds(n - decodes), decodes, budget - decodes, TPOT, TTFT, requests)
+    ttft, tpot, e2e = (math.inf if ms is None else ms / 1e3 for ms in (slo.ttft_ms, slo.tpot_ms, slo.e2e_ms))
+    first = min(ttft, e2e)
+    return attainment(lambda n: steps.seconds(n - decodes), decodes, budget - decodes, tpot, first, requests, e2e)
 
 
+@pytest.mark.parametrize("slo", [INTERACTIVE, WHOLE], ids=["TTFT and TPOT", "E2E"])
 @pytest.mark.parametrize("costs", [DEAR, CHEAP], ids=["dear prompts", "cheap prompts"])
 @pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_it_says_what_the_scheduler_does_and_prefers_what_is_good(
-    costs: tuple[float, float, float], rate: float
+    costs: tuple[float, float, float], rate: float, slo: SLO
 ) -> None:
     steps, found = Steps(costs), {}
     for budget in (128, 256, 512, 1024, 2048, 8192):
-        met, decodes = served(steps, rate, budget)
-        found[budget] = met, predicted(steps, rate, budget, decodes)
+        met, decodes = served(steps, rate, budget, slo)
+        found[budget] = met, predicted(steps, rate, budget, decodes, slo)
     best = max(found, key=lambda budget: found[budget][1])
     assert found[best][0] >= max(met for met, _ in found.values()) - 0.03
     assert sum(abs(met - said) for met, said in found.values()) / len(found) < 0.08
@@ -79,6 +85,20 @@ def test_a_step_within_the_target_leaves_only_the_queue_to_be_late_by() -> None:
     assert attainment(lambda n: steps.seconds(n - 4), 4, 200, TPOT, TTFT, requests) == pytest.approx(1.0, abs=1e-6)
     assert attainment(lambda n: steps.seconds(n - 4), 4, 200, TPOT, 0.001, requests) == 0.0
     assert attainment(lambda n: steps.seconds(n - 4), 4, 200, TPOT, math.inf, requests) == 1.0
+
+
+def test_an_e2e_target_asks_less_of_short_answers_than_of_long_ones() -> None:
+    """Ten gaps bear four times as long steps as forty do; a TPOT that suits the long ones would fail both."""
+    steps = Steps(CHEAP)
+
+    def share(gaps: list[float], tpot: float = math.inf) -> float:
+        requests, e2e = Requests(2.0, [2000.0], gaps), 0.8
+        return attainment(lambda n: steps.seconds(n - 8), 8, 2000, tpot, e2e, requests, e2e)
+
+    apart = [share([10.0]), share([40.0])]
+    assert apart[0] > 0.95 > 0.4 > apart[1]
+    assert share([10.0, 40.0]) == pytest.approx(sum(apart) / 2)
+    assert share([10.0], tpot=0.02) < 0.7, "both count where both are asked for"
 
 
 def test_decodes_that_take_longer_than_the_target_are_all_late() -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.controller import __main__ as command
-from benchmarks.controller.attribution import EVERYTHING, HINDSIGHT, LATER, Attribution
+from benchmarks.controller.attribution import EVERYTHING, HINDSIGHT, Attribution
 from benchmarks.controller.contenders import (
     COLUMNS,
     CONTENDERS,
@@ -25,7 +25,7 @@ from benchmarks.controller.contenders import (
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.oracle import Best, OracleSearch
 from benchmarks.controller.run import FCFS, Bench, Outcome, run
-from benchmarks.controller.scenarios import COLD, LOADS, MATRIX, SCENARIOS, UNSEEN, Scenario
+from benchmarks.controller.scenarios import COLD, FAMILIES, LOADS, MATRIX, SCENARIOS, UNSEEN, Scenario
 from benchmarks.controller.work import Workers
 from benchmarks.sweep.cases import Grid
 from runtime.knobs import Knobs
@@ -171,7 +171,7 @@ class TestShown:
         (aimd, *_) = (line.split() for line in lines if line.startswith("aimd"))
         assert aimd == ["aimd", "0.800", "(0.800)", "0.700", "(0.500)"]
         assert all(layer in lines[1] for layer in LAYERS.values())
-        assert "those that shift" in lines and LATER not in lines
+        assert "those that shift" in lines and FAMILIES[1].about not in lines
         assert any(line.split() == ["M3*", "0.500", "1.100", "1.250"] for line in lines)
         assert "× the best rival, aimd" in text
 

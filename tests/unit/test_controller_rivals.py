@@ -20,7 +20,7 @@ from benchmarks.controller.constants import RANGES, constants_of
 from benchmarks.controller.contenders import CONTENDERS, POLICIES, RIVALS, driver_of
 from benchmarks.controller.rivals import Niyama, PPas
 from benchmarks.controller.run import FCFS, Bench, Outcome, run
-from benchmarks.controller.scenarios import COLD, FROZEN, MATRIX, MEASURED
+from benchmarks.controller.scenarios import ANSWERS, COLD, FROZEN, MATRIX, MEASURED
 from benchmarks.controller.tune import Round, Search, Trial, candidates_of
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
@@ -210,7 +210,7 @@ class TestTune:
     def test_seeds_one_to_ten_and_the_scenarios_that_ours_was_tuned_on(self) -> None:
         assert [stage.seeds for stage in tune.ROUNDS] == [(1,), (2,), (3, 4, 5, 6, 7, 8, 9, 10)]
         names = tuple(scenario.name for scenario in (*MATRIX, *MEASURED))
-        assert not {scenario.name for scenario in FROZEN} & set(names)
+        assert not {scenario.name for scenario in (*FROZEN, *ANSWERS)} & set(names)
         assert [stage.scenarios for stage in tune.ROUNDS[1:]] == [names, names] and set(tune.FEW) <= set(names)
         for base, layer in (("gradient", "knobs"), ("p-pas", "full")):
             workers = FakeWorkers(lambda trial: 50)

@@ -468,6 +468,36 @@ def test_an_e2e_target_bounds_steps_from_the_first_answer_on() -> None:
         assert any(d.regime not in ("", "learning") for d in attached.decisions)
 
 
+@pytest.mark.parametrize("budgeted", [False, True], ids=["knobs alone", "step budgets"])
+def test_an_e2e_target_does_not_hold_steps_to_what_the_longest_answers_need(budgeted: bool) -> None:
+    """One answer in five has 300 tokens and needs steps of 18 ms; short steps would leave the prompts of all too little room."""
+    dice, now, arrivals = random.Random(3), 0.0, []
+    while (now := now + dice.expovariate(4)) < 40:
+        arrivals.append((now, dice.choice([400, 1500, 3000]), dice.choice([20, 40, 60, 80, 300])))
+    slo = SLO(e2e_ms=8000)
+    engine = SimulatedEngine(lambda step: 0.012 + 6e-5 * step.prefill_tokens + 1e-4 * step.decodes, knobs=VLLM)
+    engine.set_slo(slo)
+    made = PredictiveController(slo, VLLM)
+    with control(engine, slo=slo, controller=made if budgeted else KnobsOnly(made)) as attached:
+        records = engine.play(arrivals)
+    assert attainment(records, slo).share > 0.98
+    assert any("to have most answers whole in time" in d.cause for d in attached.decisions)
+
+
+@pytest.mark.parametrize("budgeted", [False, True], ids=["knobs alone", "step budgets"])
+def test_an_e2e_target_makes_no_batch_smaller(budgeted: bool) -> None:
+    """All are in time side by side, 48 ms a token. The 44 ms that leave a third of the target for the prompt hold 32 sequences,
+    which do not carry the load."""
+    slo = SLO(e2e_ms=20_000)
+    engine = SimulatedEngine(lambda step: 0.012 + 1e-3 * step.decodes + 5e-6 * step.prefill_tokens, knobs=VLLM)
+    engine.set_slo(slo)
+    made = PredictiveController(slo, VLLM)
+    with control(engine, slo=slo, controller=made if budgeted else KnobsOnly(made)):
+        records = engine.play([(0.4 * n, 100, 300) for n in range(500)])
+    assert attainment(records, slo).share > 0.98
+    assert engine.knobs.max_batch_size > 40
+
+
 def test_an_e2e_target_beside_another_holds_up_no_decision() -> None:
     """The other says how long a step may be before any answer has ended."""
     engine = SimulatedEngine(h200)

@@ -17,6 +17,7 @@ from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
+from tests.building import request_record
 from tests.unit.control_world import h200
 
 TARGET = SLO(ttft_ms=500, tpot_ms=30)
@@ -84,6 +85,21 @@ def test_batch_that_has_waited_long_is_no_queue_that_suffers() -> None:
         assert h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2)) == pytest.approx(seconds, rel=0.06)
     steps.prefill_quantum = 1500
     assert (steps.budget(new), steps.budget(waited)) == (10, 10 + 1500)
+
+
+def test_no_step_is_held_to_a_mean_for_an_e2e_target_that_the_ceiling_is_for() -> None:
+    steps = made()
+    steps._targets.change({"default": SLO(e2e_ms=3_000)})
+    for _ in range(8):
+        steps._traffic.request(request_record([0.1] * 100))  # 20 ms for each token
+    seen = view(math.inf)._replace(step_time_target=math.inf)
+    n = steps.budget(seen) - 10
+    assert h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2)) == pytest.approx(0.02, rel=0.06)
+    steps.by_ceiling = True
+    assert steps.budget(seen) == seen.knobs.token_budget
+    seen = seen._replace(step_time_target=0.03, decode_slack=0.03)
+    n = steps.budget(seen) - 10
+    assert h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2)) == pytest.approx(0.03, rel=0.06), "a TPOT beside it"
 
 
 def test_the_rate_of_prompts_is_that_of_steps_as_long_as_the_slack_allows() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.control.controllers.predictive.step_size import as_fast, full_step
+from autotune.control.controllers.predictive.step_size import as_fast, full_step, most_in_time
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from runtime.records import LimitedBy, StepRecord
 from tests.building import request_record
@@ -39,6 +39,21 @@ class TestAsFast:
     @pytest.mark.parametrize("most", [0, 10, 300, 1_044])
     def test_small_steps_are_left_as_they_are(self, most: int) -> None:
         assert as_fast(linear, 20, most) == most
+
+
+class TestMostInTime:
+    def test_the_smallest_of_those_that_are_alike(self) -> None:
+        shares = {100: 0.5, 200: 0.895, 400: 0.904, 800: 0.9, 1_000: 0.3}
+        assert most_in_time(shares.__getitem__, 100, 1_000) == 200
+
+    def test_never_less_than_what_long_answers_need_nor_more_than_the_engine_takes(self) -> None:
+        assert most_in_time(lambda n: n / 100, 48, 100) == 100
+        assert most_in_time(lambda n: 1 / n, 48, 100) == 48
+        assert most_in_time(float, 100, 100) == 100
+
+    def test_none_is_looked_for_where_all_are_in_time(self) -> None:
+        shares = {48: 0.7, 96: 0.995}
+        assert most_in_time(shares.__getitem__, 48, 8_192) == 96
 
 
 class TestFullStep:

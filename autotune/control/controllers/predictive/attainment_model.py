@@ -1,4 +1,4 @@
-"""What share of requests meet TTFT and TPOT where steps hold so many prompt tokens, by a queue in front of the step model.
+"""What share of requests meet TTFT, TPOT and E2E where steps hold so many prompt tokens, by a queue in front of the step model.
 
 Formula. With t(n) the time of a step of D decodes beside n prompt tokens, c the most that it may hold, λ the request rate, p the
 prompts and g the gaps of answers (samples of them):
@@ -12,7 +12,8 @@ prompts and g the gaps of answers (samples of them):
 - TPOT: a step without prompts leaves τ − t(0) of the target, one with them takes t(n) − t(0) more, so an answer of g gaps bears
   m = g·(τ − t(0))/(t(n) − t(0)) of the latter. It first meets those of the prompts behind it: with ρ, some, as long as the busy
   periods of the L requests that a departure leaves, exponential with mean L·s/(ρ(1 − ρ)), L = ρ + ρ²·(1 + v²)/(2(1 − ρ)). Then a
-  Poisson number of busy periods of s·(1 + v²)/(1 − ρ) steps each (v: coefficient of variation of k).
+  Poisson number of busy periods of s·(1 + v²)/(1 − ρ) steps each (v: coefficient of variation of k);
+- E2E: a TPOT of each answer's own, what the mean time until its first token leaves, divided by its gaps.
 
 Units: tokens, seconds. Failure mode: arrivals burstier than Poisson, and stalls; for all sizes of a step alike, so what it says
 of one is to be compared with what it says of another. With the true step times of 43 phases of ``benchmarks.controller``, the
@@ -41,7 +42,13 @@ class Requests(NamedTuple):
 
 
 def attainment(
-    seconds: Callable[[int], float], decodes: int, chunk: int, tpot: float, ttft: float, requests: Requests
+    seconds: Callable[[int], float],
+    decodes: int,
+    chunk: int,
+    tpot: float,
+    ttft: float,
+    requests: Requests,
+    e2e: float = math.inf,
 ) -> float:
     """The share of ``requests`` in time, where a step of so many ``decodes`` holds at most ``chunk`` prompt tokens (at least 1).
 
@@ -63,21 +70,26 @@ def attainment(
     rate *= served
     idle_step = seconds(decodes) if decodes else 0.0
     varied = fmean(k * k for k in alone) / mean_alone**2  # 1 + v²
-    slow = 0.0
-    if took > tpot and gaps and idle_step > 0:
+    services = [((1 - busy) * k + busy * p / chunk) * took for k, p in zip(alone, prompts, strict=True)]
+    wait = rate * fmean(s * s for s in services) / (2 * (1 - busy))
+    running = (busy * took + (1 - busy) * idle_step) / 2  # what is left of the step that a request comes upon
+    late = fmean(_late(ttft - service - running, busy, wait) for service in services) if ttft < math.inf else 0.0
+    slow, whole = 0.0, e2e - wait - fmean(services) - running
+    if gaps and idle_step > 0 and took > min(tpot, whole / max(gaps)):
         gap = 1 / (rate * per_prompt + (1 - busy) / idle_step)
-        left, longer = tpot - idle_step, took - idle_step
         behind = busy + busy * busy * varied / (2 * (1 - busy))
         first = behind * per_prompt / (busy * (1 - busy))
         each = max(1.0, per_prompt * varied / (1 - busy))
         often = rate * per_prompt * gap
-        slow = fmean(_slow(g, g * left / longer, busy, first, min(each, g), often) for g in gaps) if left > 0 else 1.0
-    late = 0.0
-    if ttft < math.inf:
-        services = [((1 - busy) * k + busy * p / chunk) * took for k, p in zip(alone, prompts, strict=True)]
-        wait = rate * fmean(s * s for s in services) / (2 * (1 - busy))
-        running = (busy * took + (1 - busy) * idle_step) / 2  # what is left of the step that a request comes upon
-        late = fmean(_late(ttft - service - running, busy, wait) for service in services)
+
+        def too_slow(g: float) -> float:
+            target = min(tpot, whole / g)
+            left, longer = target - idle_step, took - idle_step
+            if took <= target or left <= 0:
+                return float(took > target)
+            return _slow(g, g * left / longer, busy, first, min(each, g), often)
+
+        slow = fmean(map(too_slow, gaps))
     return served * (1 - slow) * (1 - late)
 
 

@@ -1,9 +1,9 @@
 """Every constant of the predictive controller, with what it was chosen on.
 
-``benchmarks.controller.ablation`` and ``docs/log.md`` have the experiments. M1 to M14, U1 to U3, G1 to G8, F1 to F4 and H1 to H4
-are the scenarios of :mod:`benchmarks.controller.scenarios`; on U1 and H1 to H4 nothing here was chosen, and on U2, U3 and G1 to
-G8 only what says so; ``HOLDS_UP`` was chosen with G4 in sight. F1 to F4 were run beside others when ``SHORT``, ``WAITED``,
-``LEAST_BUDGET``, ``FAR``, ``WORSE`` and ``DOUBTED`` were chosen. ``TILE`` of
+``benchmarks.controller.ablation`` and ``docs/log.md`` have the experiments. M1 to M14, U1 to U3, G1 to G8, F1 to F4, H1 to H4
+and E1 to E4 are the scenarios of :mod:`benchmarks.controller.scenarios`; on E1 to E4 and H1 to H3 nothing here was chosen, on
+U1 and H4 ``ALIKE`` alone, and on U2, U3 and G1 to G8 only what says so; ``HOLDS_UP`` was chosen with G4 in sight. F1 to F4 were
+run beside others when ``SHORT``, ``WAITED``, ``LEAST_BUDGET``, ``FAR``, ``WORSE`` and ``DOUBTED`` were chosen. ``TILE`` of
 :mod:`autotune.control.controllers.parts.tiles` (64 to 512 were tried, and none) was chosen with all scenarios of the time in
 sight, M1 to G8, seeds 1 and 2, as were ceilings in whole tiles (seeds 1 to 4).
 """
@@ -92,6 +92,10 @@ FAR = 0.5  # of the token budget in force: while one as low is wanted, what is s
 # Chosen with the same in sight, and on the adversaries full-cpu, full-cpu-best and stalls-cpu-best, seeds 1 to 4.
 
 WORSE = 0.15  # how much smaller a share than was in time must be predicted for the starting knobs, so that they are not tried
+
+# Chosen on U1 and H4, seeds 201 to 204 and 301 to 306: the only scenarios with an E2E target then.
+
+ALIKE = 0.01  # share of requests: sizes of a step that have nearly as many in time are alike, and the smallest of them is taken
 
 # Not tuned: windows, and bounds on what is said without proof.
 

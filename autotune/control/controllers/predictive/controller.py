@@ -11,7 +11,7 @@ actual/predicted and τ the TPOT target:
 - ``token_budget``: D plus the P that a step of 2τ holds, in whole tiles (at least 64, a token for each slot, and prompts that
   had better come together), a ceiling for the per-step budget. Where the engine asks for no such budget
   (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what fits τ, or what carries the load
-  (:mod:`.step_size`), at least 32;
+  (:mod:`.step_size`), at least 32. Where τ follows from an E2E target, it is the size with which most requests are in time;
 - ``chunk_size``: the whole budget; where knobs are all there is, less if long prompts that have time would hold up those that
   have none (:class:`.step_size.Chunks`);
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing;
@@ -55,7 +55,7 @@ from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
-from autotune.control.controllers.predictive.step_size import Chunks, as_fast, full_step
+from autotune.control.controllers.predictive.step_size import Chunks, as_fast, full_step, most_in_time
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.protocol import Proposal
@@ -254,7 +254,7 @@ class PredictiveController:
         alike = len(set(self._targets.firsts.values())) == 1  # it knows of one TTFT, and of no chunks that classes need
         decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
         if alike and requests.rate > 0 and self._targets.gap == math.inf:
-            attains = self._attains(decodes, target, requests)
+            attains = self._attains(decodes, requests)
             known, start = attains(self._ceiling), attains(self.start.token_budget)
             # Where none will be in time in the end, what was attained does not last.
             attained = self._comparison.attained if known else self._comparison.lately
@@ -269,13 +269,15 @@ class PredictiveController:
         soon = self._traffic.outputs.mean * target <= constants.DECODING_S
         return constants.GOOD if soon and self._relief > constants.HELPS and usual <= target else below
 
-    def _attains(self, decodes: int, target: float, requests: Requests) -> Callable[[int], float]:
-        """The share of ``requests`` in time, by tokens of a step, ``decodes`` of them decodes. ``target``: s a token."""
+    def _attains(self, decodes: int, requests: Requests, gain: float = 1.0) -> Callable[[int], float]:
+        """The share of ``requests`` in time, by tokens of a step, ``decodes`` of them decodes. ``gain``: what scales TPOT."""
+        target = gain * self._targets.step
         bias, first = self._learned.bias, self._targets.first
         requests = requests._replace(stay=self._gain.keeps)
         return lambda n: attainment(
-            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests
-        )
+            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests,
+            self._targets.whole,
+        )  # fmt: skip
 
     def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         """What the model says."""
@@ -303,10 +305,12 @@ class PredictiveController:
         if learning:
             return self._propose("learning", limits.clamp(knobs), _LEARNING)
         seconds = target / self._learned.bias
-        batch, slots = self._slots(seconds, knobs, limits)
+        batch, slots = self._slots(self._targets.step * self._gain.value / self._learned.bias, knobs, limits)
         decodes = int(min(batch, max(traffic.decodes.quantile(0.5), 1)))
         budget = self._ceiling_for(decodes, seconds, limits.token_budget)
-        if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
+        if (
+            self._budgeted and not self._steps.by_ceiling
+        ):  # the ceiling leaves it room to spend what requests are ahead, at a typical load
             prefill = self.model.most_prefill(
                 decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
             )
@@ -392,23 +396,31 @@ class PredictiveController:
         return self._budgeted and self._learned.unsteady > 1
 
     def _ceiling_for(self, decodes: int, target: float, top: int) -> int:
-        """Tokens of a step that fits the target, or that carries the load where such a one does not."""
+        """Tokens of a step that fits the target, or that carries the load where such a one does not. Where the target follows
+        from an E2E, those with which most requests are in time: a ceiling that no step has a budget below."""
         demand, gap = self._demand.per_second, self._targets.gap
         if gap < math.inf and not self._budgeted:  # a gap is a single step, the fullest one too, and no mean
             target = min(target, min(self._gain.value, 1.0) * gap / self._learned.margin.value)
             decodes, demand = max(decodes, int(self._traffic.decodes.quantile(0.95))), 0.0
-        if self._budgeted:
+        requests = self._traffic.requests(self._usual.per_second)
+        e2e_binds = self._targets.step_time_for_e2e(self._traffic.outputs) < min(self._targets.step, gap)
+        self._steps.by_ceiling = e2e_binds and requests is not None
+        if self._budgeted and not self._steps.by_ceiling:
             prefill = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
             if prefill >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
-        requests = self._traffic.requests(self._usual.per_second)
-        attains = None if requests is None else self._attains(decodes, target * self._learned.bias, requests)
+        attains = None if requests is None else self._attains(decodes, requests, self._gain.value)
         long = constants.LONG_BUDGETED if self._budgeted else constants.LONG
 
         def seconds(tokens: int) -> float:
             return self._step_of(decodes, tokens)
 
+        if attains is not None and self._steps.by_ceiling:
+            self._full = largest(lambda n: seconds(n) <= target, top, self._full)
+            size = most_in_time(attains, max(self._full, decodes + 16), top)
+            self._beyond, self._steps.prefill_quantum = size > self._full, 0
+            return size
         size, self._full = full_step(seconds, decodes, target, demand, top, self._full, attains, long)
         self._beyond = size > self._full
         if not (self._beyond or self._budgeted):
@@ -436,7 +448,8 @@ class PredictiveController:
         if budget == self.start.token_budget and self._unsteady:
             return f"no fewer than at the start while the speed keeps changing; step-time target {target}"
         if self._beyond:
-            return f"above the step-time target of {target}, to carry the load"
+            aim = "have most answers whole in time" if self._steps.by_ceiling else "carry the load"
+            return f"above the step-time target of {target}, to {aim}"
         if self._budgeted:
             slots = "a token for each slot, " if budget == batch else ""
             return f"{slots}a ceiling: each step has its own budget for {target}"

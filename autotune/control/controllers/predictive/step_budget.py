@@ -5,8 +5,8 @@ actual/predicted, m its 90% quantile and τ the TPOT target: the largest P with 
 shares out what the tightest decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts
 would then miss their TTFT: then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is
 what it needs in reserve; a gap is a single step.) Where an E2E target asks for shorter steps than any TPOT does,
-being ahead of the latter is nothing to share out: a = τ. Targets that no step is short enough for do not count. D + P is rounded
-down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
+``token_budget`` is chosen for it (:mod:`.step_size`), and only TPOT and ITL hold a step; until then a = τ. Targets that no step
+is short enough for do not count. D + P is rounded down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
 
 Where all prompts have longer than the tightest TTFT, as those of batch beside chat, a is at most τ/2, if such steps compute
 nearly as many prompt tokens a second: who comes next may have no more time than that, and waits for the step in flight.
@@ -75,6 +75,8 @@ class StepBudget:
         self._prompts_per_step = 1
         self._first = FirstSteps()
         self.tile = tile
+        self.by_ceiling = False
+        """Whether ``token_budget`` is what E2E targets ask of a step, so that no step is held to a mean for their sake."""
         self.prefill_quantum = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
 
@@ -105,7 +107,7 @@ class StepBudget:
             if target == math.inf:
                 return top
             return min(top, whole_tiles(decodes + self._first.tokens, decodes, self.tile))
-        for_e2e = self._targets.step_time_for_e2e(self._traffic.outputs)
+        for_e2e = math.inf if self.by_ceiling else self._targets.step_time_for_e2e(self._traffic.outputs)
         tightest, gap = view.step_time_target, self._targets.gap
         if tightest < math.inf:  # of those that decode now
             target = min(tightest, gap, for_e2e) * self._gain.value

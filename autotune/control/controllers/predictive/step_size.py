@@ -14,6 +14,9 @@ second:
 - and only if more requests are in time than in steps within the target (:mod:`.attainment_model`). None is looked for where
   decodes alone take nearly all of τ (``BUSY``): no size leaves a mean gap of at most τ then.
 
+Where τ follows from an E2E target, it is what long answers need, and short ones have far more. The size is then that with which
+most requests are in time by the same model, τ's or larger (:func:`most_in_time`), and no step is held to τ.
+
 Units: tokens, seconds. Failure mode: steps within the target that are thought to carry less than they do, for a demand that
 was a burst; what was lost by it is over within the memory of the demand.
 
@@ -62,6 +65,17 @@ def full_step(
     if best > within and attains is not None and attains(best) <= attains(within):
         best = within
     return best, within
+
+
+def most_in_time(attains: Callable[[int], float], within: int, top: int) -> int:
+    """Of ``within`` tokens, twice as many and so on up to ``top``: the smallest size that has as many requests in time as any,
+    but for ``ALIKE`` of all. ``attains``: the share of them."""
+    sizes, shares = [within], [attains(within)]
+    while sizes[-1] < top and shares[-1] < 1 - constants.ALIKE:
+        sizes.append(min(2 * sizes[-1], top))
+        shares.append(attains(sizes[-1]))
+    enough = max(shares) - constants.ALIKE
+    return next(size for size, share in zip(sizes, shares, strict=True) if share >= enough)
 
 
 def as_fast(seconds: Callable[[int], float], decodes: int, most: int) -> int:
