@@ -147,8 +147,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "cached", "cause", "computed", "data", "epoch_first", "former", "generated", "hashes", "joined", "key",
-        "output", "pending", "place", "preemptions", "relegated", "request", "retry_after", "scheduled", "state", "target",
+        "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
+        "own_key", "pending", "place", "preemptions", "relegated", "request", "retry_after", "scheduled", "state", "target",
         "token_times", "was_relegated",
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ class Sequence:
         self.state = "waiting"  # waiting | prefill | decode | finished
         self.key = 0.0  # its place in the waiting order
         self.relegated: float | None = None  # the key its ordering gave it, since it waits behind the others as a miss
-        self.former: tuple[object, float] | None = None  # the ordering before the one that gave the key, and its own
+        self.own_key: float | None = None  # what the scheduler's own ordering gave, while another holds
         self.was_relegated = False  # at any time
         self.pending = 0  # tokens to compute, less those in the prefix cache when it was queued or late at its turn
         self.cause = ""

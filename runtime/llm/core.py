@@ -20,7 +20,7 @@ from runtime.llm.plan import Executor, OverlappingExecutor, StepPlan, StepResult
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Finished, Scheduler
 from runtime.llm.slack import SlackTracker
-from runtime.ordering import Ordering, ordering_of
+from runtime.ordering import ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
 from runtime.shared.ceilings import MemoryCeilings, StepLoad
@@ -122,7 +122,6 @@ class EngineCore:
         self.memory = MemoryCeilings(self.settings.limits)
         self._output = output
         self._expiries: Expiries[Sequence] = Expiries(_ended)
-        self._own_ordering: Ordering = scheduler.waiting.ordering
         self._unordered: list[tuple[Sequence, Exception]] = []  # an ordering raised for them: they are to end
         self._overlapping: OverlappingExecutor | None = None
         if getattr(executor, "overlaps", False):
@@ -170,7 +169,7 @@ class EngineCore:
         """End or relegate what comes too late from now on, by ``policy``; None accepts everything, in the ordering of before."""
         scheduler = self.scheduler
         order = None if policy is None else policy.order
-        wanted = self._own_ordering if order is None else ordering_of(order, scheduler.slack.slos)
+        wanted = scheduler.waiting.own if order is None else ordering_of(order, scheduler.slack.slos)
         behind = scheduler.waiting.relegated_tokens or any(s.relegated is not None for s in scheduler.prefills)
         if wanted is not scheduler.waiting.ordering or behind:
             self._unordered += scheduler.reorder(wanted)

@@ -31,7 +31,7 @@ from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import Chunk, StepPlan, StepResult
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue, key_anew, precedes, put_behind, rank
+from runtime.llm.waiting import WaitingQueue, precedes, put_behind, rank, unrelegate
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
@@ -187,7 +187,7 @@ class Scheduler:
         """Compute prompts by ``ordering`` from now on, those that were relegated too. Returns those for which it raised: they
         keep their place until they are ended."""
         before = self.waiting.ordering
-        return self.waiting.reorder(ordering) + key_anew(self.prefills, ordering, before)
+        return self.waiting.reorder(ordering) + self.waiting.key_anew(self.prefills, before)
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
@@ -483,6 +483,8 @@ class Scheduler:
         sequence.target = sequence.request.prompt_len + sequence.generated
         sequence.preemptions += 1
         self.preemptions += 1
+        if self.admission is None:  # it may have decoded since it was relegated
+            unrelegate(sequence)
         return sequence
 
     # -- what a step did ----------------------------------------------------------------------------------------------

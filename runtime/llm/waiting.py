@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -28,7 +29,8 @@ class WaitingQueue:
     is lazy: O(1)."""
 
     def __init__(self, ordering: Ordering) -> None:
-        self._ordering = ordering
+        self.own, self._ordering = ordering, ordering
+        """The ordering to come back to."""
         self._learning = learning(ordering)
         self._heap: list[tuple[bool, float, int, Sequence]] = []
         self._arrived: deque[Sequence] = deque()  # never run, by arrival
@@ -53,7 +55,10 @@ class WaitingQueue:
         if not sequence.preemptions:
             sequence.key = key_of(self._ordering, sequence)
             arrived = self._arrived
-            arrived.append(sequence)
+            if arrived and sequence.request.arrival < arrived[-1].request.arrival:  # it was on its way for longer
+                insort(arrived, sequence, key=_arrival)
+            else:
+                arrived.append(sequence)
             if len(arrived) > 2 * self.count + 64:
                 self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
         self.count += 1
@@ -171,11 +176,30 @@ class WaitingQueue:
         before, self._ordering, self._buckets = self._ordering, ordering, None
         self._learning = learning(ordering)
         self.relegated_tokens = 0
-        failed = key_anew((sequence for *_, sequence in waiting), ordering, before)
+        failed = self.key_anew((sequence for *_, sequence in waiting), before)
         self._heap = [(*rank(sequence), pushed, sequence) for *_, pushed, sequence in waiting]
         heapq.heapify(self._heap)
         arrived = [sequence for *_, sequence in waiting if _never_ran(sequence)]
-        self._arrived = deque(sorted(arrived, key=lambda sequence: sequence.request.arrival))
+        self._arrived = deque(sorted(arrived, key=_arrival))
+        return failed
+
+    def key_anew(self, sequences: Iterable[Sequence], before: Ordering) -> list[tuple[Sequence, Exception]]:
+        """Give each its key by the ordering in force in place of that by ``before``; none is relegated any more. The key that the
+        own ordering gave is its key again: one that shares out what is asked for must not be asked twice. Returns those for which
+        it raised, which keep what they had."""
+        ordering, own = self._ordering, self.own
+        failed: list[tuple[Sequence, Exception]] = []
+        for sequence in sequences:
+            unrelegate(sequence)
+            if ordering is before:
+                continue
+            if before is own:
+                sequence.own_key = sequence.key
+            try:
+                known = sequence.own_key if ordering is own else None
+                sequence.key = key_of(ordering, sequence) if known is None else known
+            except StepFailedError as error:
+                failed.append((sequence, error))
         return failed
 
     def stepped(self, record: StepRecord) -> None:
@@ -234,6 +258,10 @@ class WaitingQueue:
         assert not any(s.blocks for s in live), "a waiting sequence holds blocks"
 
 
+def _arrival(sequence: Sequence) -> float:
+    return sequence.request.arrival
+
+
 def _never_ran(sequence: Sequence) -> bool:
     return sequence.state == "waiting" and not sequence.preemptions and sequence.relegated is None
 
@@ -247,6 +275,11 @@ def put_behind(sequence: Sequence) -> None:
     """Give ``sequence`` a key behind those of orderings, by its arrival."""
     sequence.relegated, sequence.key = sequence.key, _BEHIND + sequence.request.arrival
     sequence.was_relegated = True
+
+
+def unrelegate(sequence: Sequence) -> None:
+    """Give ``sequence`` the key of its ordering again, if it was put behind others."""
+    sequence.key, sequence.relegated = given(sequence), None
 
 
 def given(sequence: Sequence) -> float:
@@ -263,24 +296,6 @@ def key_of(ordering: Ordering, sequence: Sequence) -> float:
     if math.isnan(key):
         raise StepFailedError("its ordering gave it no place: the key is NaN")
     return key
-
-
-def key_anew(sequences: Iterable[Sequence], ordering: Ordering, before: Ordering) -> list[tuple[Sequence, Exception]]:
-    """Give each its key by ``ordering`` in place of that by ``before``; none is relegated any more. The key that ``ordering``
-    gave it last is its key again: one that shares out what is asked for must not be asked twice. Returns those for which it
-    raised, which keep their own."""
-    failed: list[tuple[Sequence, Exception]] = []
-    for sequence in sequences:
-        sequence.key, sequence.relegated = given(sequence), None
-        if ordering is before:
-            continue
-        former, sequence.former = sequence.former, (before, sequence.key)
-        try:
-            known = former is not None and former[0] is ordering
-            sequence.key = former[1] if former and known else key_of(ordering, sequence)
-        except StepFailedError as error:
-            failed.append((sequence, error))
-    return failed
 
 
 def work_of(sequence: Sequence) -> Work:

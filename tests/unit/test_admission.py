@@ -456,6 +456,21 @@ def test_without_the_policy_a_prompt_in_progress_is_relegated_no_longer() -> Non
     assert begun.relegated is None and begun.key == key
 
 
+def test_without_the_policy_one_that_decodes_is_relegated_no_longer_once_it_is_preempted() -> None:
+    """Else it would wait behind all that come, with half an answer."""
+    world = World(ordering="fcfs", slo="ttft=200ms")
+    world.set_admission(AdmissionPolicy(late="relegate", order=None), source=Rate(1.0))
+    for number in range(2):  # the first is a probe
+        due = 0.001 * number
+        world.offer(Arrival(due, 100, 50, ((number, 100),)), f"{number}", due=due, shared=False)
+    world.run_until(0.06)
+    late = next(s for s in world.scheduler.decodes.members if s.relegated is not None)
+    world.set_admission(None)
+    world.scheduler.shed(0)
+    assert late.state == "waiting" and late.relegated is None
+    assert [s.request.id for s in world.scheduler.waiting.in_order()] == ["0", "1"]
+
+
 def test_what_is_relegated_has_no_slack_and_is_told_apart_in_the_view() -> None:
     world = World(admission=LATER, source=100 / 11e-3)
     for number in range(40):

@@ -160,6 +160,7 @@ def test_an_ordering_that_comes_back_finds_the_keys_that_it_gave() -> None:
     keys = [s.key for s in queue.in_order()]
     queue.reorder(deadline)
     queue.push(make("c", 3.0, tenant="c"))
+    queue.reorder(ordering_of("deadline"))
     queue.reorder(fair)
     queue.push(make("b", 4.0, tenant="b"))
     assert [s.key for s in queue.in_order() if s.request.id in tenants] == keys
@@ -208,6 +209,15 @@ def test_many_relegated_leave_no_more_than_twice_as_many_entries() -> None:
         queue.relegate(sequence)
         assert len(queue._heap) <= 2 * len(queue) + 64
     assert [*queue.in_order()] == sequences
+
+
+def test_the_wait_window_counts_from_who_came_first_whoever_was_queued_first() -> None:
+    """A long text is tokenised aside, and is queued behind a short one that came later."""
+    queue = WaitingQueue(ordering_of("fcfs"))
+    for name, arrival in (("short", 0.1), ("long", 0.0), ("last", 0.2)):
+        queue.push(make(name, arrival))
+    assert queue.oldest() is queue.look_for_oldest() is queue.peek()
+    assert [s.request.id for s in queue._arrived] == ["long", "short", "last"]
 
 
 def test_the_wait_window_does_not_hold_relegated_ones() -> None:

@@ -498,6 +498,24 @@ def test_an_e2e_target_makes_no_batch_smaller(budgeted: bool) -> None:
     assert engine.knobs.max_batch_size > 40
 
 
+def test_beside_an_itl_target_no_step_is_longer_for_the_sake_of_an_e2e() -> None:
+    """With knobs alone the ceiling is all that bounds a gap."""
+    dice, now, arrivals = random.Random(3), 0.0, []
+    while (now := now + dice.expovariate(6)) < 25:
+        arrivals.append((now, dice.choice([400, 1500, 3000]), dice.choice([20, 40, 60, 80, 300])))
+    slo = SLO(itl_ms=30, e2e_ms=8000)
+
+    def seconds(step: StepFeatures) -> float:
+        return 0.012 + 6e-5 * step.prefill_tokens + 1e-4 * step.decodes
+
+    engine = SimulatedEngine(seconds, knobs=VLLM)
+    engine.set_slo(slo)
+    with control(engine, slo=slo, controller=KnobsOnly(PredictiveController(slo, VLLM))) as attached:
+        engine.play(arrivals)
+        decided = [d.new["token_budget"] for d in attached.decisions if d.regime == "compute-limited"]
+    assert decided and max(decided) < 400, "steps of 36 ms"
+
+
 def test_an_e2e_target_beside_another_holds_up_no_decision() -> None:
     """The other says how long a step may be before any answer has ended."""
     engine = SimulatedEngine(h200)

@@ -21,7 +21,7 @@ from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Finished
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue, key_anew, precedes, put_behind
+from runtime.llm.waiting import WaitingQueue, precedes, put_behind, unrelegate
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams, Sequence
@@ -86,7 +86,6 @@ class SteeredRequests:
         self.ended: list[Finished] = []
         """Requests that have ended since they were last taken."""
         self._scheduler, self._drop = scheduler, drop
-        self._own_ordering = ordering
         self._admission: Admission | None = None
         self._expiries: Expiries[Sequence] = Expiries(lambda sequence: sequence.state == "finished")
         self._by_name: dict[str, Sequence] = {}
@@ -298,11 +297,11 @@ class SteeredRequests:
     ) -> None:
         """End or relegate what comes too late from now on, by ``policy``; None accepts everything, in the order of before."""
         order = None if policy is None else policy.order
-        wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
+        wanted = self.waiting.own if order is None else ordering_of(order, self.slack.slos)
         behind = self.waiting.relegated_tokens or any(s.relegated is not None for s in self.prefills)
         if (before := self.waiting.ordering) is not wanted or behind:
             self.waiting.reorder(wanted)
-            key_anew(self.prefills, wanted, before)  # one that has no key there keeps its own
+            self.waiting.key_anew(self.prefills, before)  # one that has no key there keeps its own
             self._requeue()
         self._admission = made = (
             None if policy is None else Admission(policy, self.slack, weights=weights, source=source)
@@ -387,6 +386,8 @@ class SteeredRequests:
         sequence.computed = 0
         sequence.target = sequence.request.prompt_len + sequence.generated
         sequence.preemptions += 1
+        if self._admission is None:  # it may have decoded since it was relegated
+            unrelegate(sequence)
         self._queue(sequence)
         return True
 

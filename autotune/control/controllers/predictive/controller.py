@@ -88,6 +88,7 @@ class PredictiveController:
         self._traffic = Traffic()
         self._demand, self._usual = Demand(), Demand(constants.USUAL_S)
         self._chunks = Chunks()
+        self._cut = False  # whether prompts that have time are cut for others, as of the last decision
         self._targets = SLOTargets({"default": slo})
         self._comparison = StartComparison()
         self._observes = False  # whether no decision is put in force
@@ -251,7 +252,7 @@ class PredictiveController:
         below = constants.HOPELESS
         if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
             return below
-        alike = len(set(self._targets.firsts.values())) == 1  # it knows of one TTFT, and of no chunks that classes need
+        alike = len(set(self._targets.firsts.values())) == 1 or not self._cut  # it knows of no chunks that classes need
         decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
         if alike and requests.rate > 0 and self._targets.gap == math.inf:
             attains = self._attains(decodes, requests)
@@ -333,7 +334,8 @@ class PredictiveController:
         why = self._why(budget, batch, limits.token_budget, _ms(target))
         if not (self._budgeted or self._beyond):
             cut = self._chunks.size(targets.firsts, target, budget - decodes, self._demand.per_second, chunk)
-            if cut < chunk:
+            self._cut = cut < chunk
+            if self._cut:
                 slots = f"{slots}; chunks of {cut}: longer ones of prompts that have time hold up others"
             chunk = cut
         bound = traffic.tokens_bound
@@ -399,8 +401,9 @@ class PredictiveController:
         """Tokens of a step that fits the target, or that carries the load where such a one does not. Where the target follows
         from an E2E, those with which most requests are in time: a ceiling that no step has a budget below."""
         demand, gap = self._demand.per_second, self._targets.gap
+        longest = min(self._gain.value, 1.0) * gap / self._learned.margin.value
         if gap < math.inf and not self._budgeted:  # a gap is a single step, the fullest one too, and no mean
-            target = min(target, min(self._gain.value, 1.0) * gap / self._learned.margin.value)
+            target = min(target, longest)
             decodes, demand = max(decodes, int(self._traffic.decodes.quantile(0.95))), 0.0
         requests = self._traffic.requests(self._usual.per_second)
         e2e_binds = self._targets.step_time_for_e2e(self._traffic.outputs) < min(self._targets.step, gap)
@@ -418,7 +421,10 @@ class PredictiveController:
 
         if attains is not None and self._steps.by_ceiling:
             self._full = largest(lambda n: seconds(n) <= target, top, self._full)
-            size = most_in_time(attains, max(self._full, decodes + 16), top)
+            most = (
+                top if gap == math.inf or self._budgeted else largest(lambda n: seconds(n) <= longest, top, self._full)
+            )
+            size = most_in_time(attains, max(self._full, decodes + 16), max(most, decodes + 16))
             self._beyond, self._steps.prefill_quantum = size > self._full, 0
             return size
         size, self._full = full_step(seconds, decodes, target, demand, top, self._full, attains, long)
