@@ -112,9 +112,9 @@ def test_a_fault_leaves_waiting_requests_in_the_order_of_their_arrival(
     section = {"slo": "ttft=40ms", "classes": ["patient:ttft=100s"], "relegate_late": True}
     served = serve(section, SlowExecutor, max_num_seqs=2)
     for _ in range(3):
-        served.add(60, 2)
+        served.add(300, 2)  # more than a step holds
     served.run()  # so that the rate is known
-    names = [served.add(250, 4) for _ in range(8)]
+    names = [served.add(250, 4) for _ in range(30)]
     names.append(served.add(60, 4, request_class="patient"))
     steering, scheduler = served.scheduler.steering, served.scheduler
     assert steering.waiting.relegated_tokens >= 1000
@@ -132,7 +132,7 @@ def test_one_that_is_out_of_vllms_queue_when_the_fault_comes_is_put_back(serve: 
     section = {"slo": "ttft=40ms", "classes": ["patient:ttft=100s"], "relegate_late": True}
     served = serve(section, SlowExecutor, max_num_seqs=2)
     for _ in range(3):
-        served.add(60, 2)
+        served.add(300, 2)  # more than a step holds
     served.run()
     queue = served.scheduler.waiting
     add = type(queue).add_request
@@ -154,7 +154,7 @@ def test_one_that_is_out_of_vllms_queue_when_the_fault_comes_is_put_back(serve: 
 def test_who_was_rejected_before_the_fault_is_told(serve: Callable[..., Served]) -> None:
     served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_seqs=2)
     for _ in range(3):
-        served.add(60, 2)
+        served.add(300, 2)  # more than a step holds
     served.run()
     names = [served.add(250, 4) for _ in range(30)]
     served.scheduler.steering.prepare = fault
@@ -168,7 +168,7 @@ def test_who_was_rejected_before_the_fault_is_told(serve: Callable[..., Served])
 def test_a_rejection_that_fails_halfway_is_a_request_that_goes_on(serve: Callable[..., Served]) -> None:
     served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_seqs=2)
     for _ in range(3):
-        served.add(60, 2)
+        served.add(300, 2)  # more than a step holds
     served.run()
     served.scheduler.steering._drop = fault
     names = [served.add(250, 4) for _ in range(30)]
@@ -182,7 +182,7 @@ def test_clients_of_a_rejection_that_cannot_be_told_are_in_the_log(
 ) -> None:
     served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_seqs=2)
     for _ in range(3):
-        served.add(60, 2)
+        served.add(300, 2)  # more than a step holds
     served.run()
     monkeypatch.setattr("autotune.engines.vllm.scheduler._tell", fault)
     for _ in range(30):
