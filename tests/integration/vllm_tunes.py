@@ -284,7 +284,7 @@ def test_the_switch_goes_over_what_waits_in_vllms_own_order(serve: Callable[...,
 def test_a_client_is_told_of_its_rejection_even_when_the_switch_comes_between(serve: Callable[..., Served]) -> None:
     served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_seqs=2)
     for _ in range(3):
-        served.add(60, 2)
+        served.add(300, 2)  # more than a step holds
     served.run()  # so that the rate is known
     names = [served.add(250, 4) for _ in range(30)]
     served.control.kill()
@@ -299,14 +299,14 @@ def test_relegated_requests_are_computed_after_the_others_and_go_on_without_us(s
     section = {"slo": "ttft=40ms", "classes": ["patient:ttft=100s"], "relegate_late": True}
     served = serve(section, SlowExecutor, max_num_seqs=2)
     for _ in range(3):
-        served.add(60, 2)
+        served.add(300, 2)  # more than a step holds
     served.run()  # so that the rate is known
     with heard(served) as records:
-        names = [served.add(250, 4) for _ in range(12)]
+        names = [served.add(250, 4) for _ in range(30)]
         patient = served.add(60, 4, request_class="patient")
         queued = [request.request_id for request in served.scheduler.waiting]
-        assert served.scheduler.steering.waiting.relegated_tokens >= 2000 and queued.index(patient) < 4
-        while len(records.requests) < 6:
+        assert served.scheduler.steering.waiting.relegated_tokens >= 2000 and queued.index(patient) < 15
+        while len(records.requests) < 18:
             served.llm.step()
     assert patient in [record.id for record in records.requests]
     assert all(record.reason is FinishReason.LENGTH for record in records.requests)
