@@ -58,10 +58,20 @@ class Row(NamedTuple):
 
 
 def drawing(
-    rows: Sequence[Row], panels: Sequence[Panel], series: Mapping[str, str], *, title: str, description: str, left: int
+    rows: Sequence[Row],
+    panels: Sequence[Panel],
+    series: Mapping[str, str],
+    *,
+    title: str,
+    description: str,
+    left: int,
+    across: int = 0,
 ) -> str:
-    """The file's text. ``series``: what the legend calls each, at most as many as :data:`SERIES`; ``left``: pixels for labels."""
-    width, height = left + len(panels) * (_PANEL + _GAP), _TOP + _ROW * len(rows) + 34
+    """The file's text. ``series``: what the legend calls each, at most as many as :data:`SERIES`; ``left``: pixels for labels;
+    ``across``: how many panels stand side by side, above the next ones with the same rows; 0: all of them."""
+    across = across or max(1, len(panels))
+    lines, deep = -(-len(panels) // across), _TOP + _ROW * len(rows) + 4
+    width, height = left + min(across, len(panels)) * (_PANEL + _GAP), lines * deep + 30
     looks = dict(zip(series, SERIES, strict=False))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
@@ -72,18 +82,21 @@ def drawing(
         *_legend(series),
     ]
     for number, panel in enumerate(panels):
-        parts += _axis(panel, left + number * (_PANEL + _GAP), height - 30)
-    heading = ""
-    for number, row in enumerate(rows):
-        y = _TOP + _ROW * number
-        if row.heading != heading:
-            heading = row.heading
-            parts.append(f'<path d="M6 {y - 9}H{width - _GAP}" stroke="#d1d9e0" stroke-width="0.7"/>')
-            parts.append(f'<text x="6" y="{y + 4}" font-weight="bold">{html.escape(heading)}</text>')
-        parts.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html.escape(row.label)}</text>')
-        for place, (panel, values) in enumerate(zip(panels, row.values, strict=True)):
-            start = left + place * (_PANEL + _GAP)
-            parts += _dots({s: start + panel.x(v) for s, v in values.items() if math.isfinite(v)}, y, looks)
+        line, place = divmod(number, across)
+        parts += _axis(panel, left + place * (_PANEL + _GAP), _TOP + line * deep, (line + 1) * deep)
+    for line in range(lines):
+        heading = ""
+        for number, row in enumerate(rows):
+            y = _TOP + line * deep + _ROW * number
+            if row.heading != heading:
+                heading = row.heading
+                parts.append(f'<path d="M6 {y - 9}H{width - _GAP}" stroke="#d1d9e0" stroke-width="0.7"/>')
+                parts.append(f'<text x="6" y="{y + 4}" font-weight="bold">{html.escape(heading)}</text>')
+            parts.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html.escape(row.label)}</text>')
+            of_line = slice(line * across, (line + 1) * across)
+            for place, (panel, values) in enumerate(zip(panels[of_line], row.values[of_line], strict=True)):
+                start = left + place * (_PANEL + _GAP)
+                parts += _dots({s: start + panel.x(v) for s, v in values.items() if math.isfinite(v)}, y, looks)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -97,12 +110,12 @@ def _legend(series: Mapping[str, str]) -> list[str]:
     return parts
 
 
-def _axis(panel: Panel, left: int, bottom: int) -> list[str]:
-    parts = [f'<text x="{left}" y="{_TOP - 24}" font-weight="bold">{html.escape(panel.title)}</text>']
+def _axis(panel: Panel, left: int, top: int, bottom: int) -> list[str]:
+    parts = [f'<text x="{left}" y="{top - 24}" font-weight="bold">{html.escape(panel.title)}</text>']
     for tick in panel.ticks:
         x = left + panel.x(tick)
         colour = "#59636e" if abs(tick - panel.mark) < panel.tick / 2 else "#e4e8ec"
-        parts.append(f'<path d="M{x:.1f} {_TOP - 12}V{bottom}" stroke="{colour}"/>')
+        parts.append(f'<path d="M{x:.1f} {top - 12}V{bottom}" stroke="{colour}"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" fill="#59636e">{tick:.3g}</text>')
     return parts
 

@@ -191,11 +191,12 @@ class Attribution:
         )
         return drawing(
             rows,
-            panels_of(every, [f"{group}: × the best fixed setting" for group in groups], mark=1.0),
+            panels_of(every, groups, mark=1.0),
             {layer: text for layer, text in LAYERS.items()},
             title=title,
             description=f"{title}: means over {', '.join(groups)}; seeds {', '.join(map(str, seeds))}. With all layers: {said}.",
             left=130,
+            across=3,
         )
 
 

@@ -28,3 +28,15 @@ def test_a_dot_for_each_number_at_its_place_and_none_for_what_is_no_number() -> 
     dots = [float(dot.get("cx", "nan")) for dot in svg.iter(f"{SVG}circle")][2:]  # behind the legend's
     assert dots == [pytest.approx(100 + panel.x(0.5), abs=0.1), pytest.approx(100 + panel.x(1.0), abs=0.1)]
     assert [text.text for text in svg.iter(f"{SVG}text")].count("x & y") == 1
+
+
+def test_panels_that_stand_above_each_other_have_the_rows_once_more() -> None:
+    rows = [Row(name, [{"a": 0.1 * n} for n in range(3)]) for name in ("one", "two")]
+    panels = panels_of([0.0, 1.0], ["P", "Q", "R"], mark=0.5)
+    svg = ElementTree.fromstring(drawing(rows, panels, {"a": "A"}, title="t", description="d", left=100, across=2))
+    texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("one") == texts.count("two") == 2
+    dots = [(float(d.get("cx", 0)), float(d.get("cy", 0))) for d in svg.iter("{http://www.w3.org/2000/svg}circle")][1:]
+    assert len(dots) == 6 and max(y for _, y in dots) < float(svg.get("height", 0)) - 30
+    below = [x for x, y in dots if y > 120]
+    assert len(below) == 2 and all(100 < x < 360 for x in below), "the third panel stands under the first"
