@@ -198,7 +198,7 @@ class Admission:
 
     def _begins(self, sequence: Sequence, now: float, in_progress: Seq[float]) -> Verdict | None:
         own = self.rate.tokens(work_of(sequence))
-        return self._judge(sequence, now, self.before(own, in_progress), begins=True)
+        return self._judge(sequence, now, self.before(own, in_progress), begins=not self.rate.short_of_kv)
 
     def judge_in_progress(
         self, begun: list[Sequence], now: float, late: Callable[[Admission, Sequence, Verdict, float], None]

@@ -1,11 +1,11 @@
 """How fast prompts are computed: measured where they had to wait, and else what a model of the steps says.
 
 Measured are the steps in which something other than demand kept prompts from going on, with a memory of a second: whatever
-limits (the budget, the slots, the KV pool), it is in the figure. Steps without any prompt, in which all wait for a slot or for
-KV blocks, are time of the next ones that have some, and count at once while they last. Who waits for neither is judged by full
-steps alone, those that the budget or the chunk size cut: one whose turn it is, and all after a step that nothing held back.
-While little is measured, the word of a :class:`RateSource`, such as a controller that predicts steps, counts as much as
-:data:`PRIOR_S` of it.
+limits (the budget, the slots, the KV pool), it is in the figure. Steps without any prompt, in which all wait for a slot or
+for KV blocks, are time of the next ones that have some, and count at once while they last. Who waits for neither is judged by
+full steps alone, those that the budget or the chunk size cut: one whose turn it is, unless the pool is short, and all after a
+step that nothing held back. While little is measured, the word of a :class:`RateSource`, such as a controller that predicts
+steps, counts as much as :data:`PRIOR_S` of it.
 
 What is counted is :class:`Work`, tokens + κ · attention pairs: the tokens at the end of a long prompt attend to all before
 them and take longer. By tokens alone the rate falls while such a prompt ends, and short ones behind it seem late that are not.
@@ -112,7 +112,7 @@ class _Measured:
 class PrefillRate:
     """Prompt tokens a second, with what pairs count, measured over steps in which prompts had to wait for something."""
 
-    __slots__ = ("_cut", "_free", "_limited", "source")
+    __slots__ = ("_cut", "_free", "_limited", "short_of_kv", "source")
 
     def __init__(self, source: RateSource | None = None) -> None:
         self.source = source
@@ -121,9 +121,12 @@ class PrefillRate:
             _Measured(),
         )  # whatever limited the step, and where it held all that it may
         self._free = False  # whether nothing held prompts back in the latest step
+        self.short_of_kv = False
+        """Whether the next prompt found no KV blocks in the latest step: then it waits at its turn, too."""
 
     def observe(self, record: StepRecord) -> None:
         self._free = record.limited_by is LimitedBy.DEMAND
+        self.short_of_kv = record.limited_by is LimitedBy.KV
         if self._free:
             self._limited.nothing_waits()
             self._cut.nothing_waits()

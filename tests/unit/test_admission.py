@@ -13,7 +13,7 @@ from autotune.workload import Arrival
 from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import PROBE_S, AdmissionPolicy
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass, attainment
 from runtime.step_model import StepFeatures
@@ -236,6 +236,17 @@ def test_a_rate_far_too_low_locks_nobody_out() -> None:
     world = World(admission=True, source=9.0)
     records = world.play([(0.05 * k, 150, 1) for k in range(400)])
     assert [r.arrival for r in records if r.completed] == pytest.approx([PROBE_S * k for k in range(4)])
+
+
+def test_one_whose_turn_it_is_waits_while_the_pool_is_short() -> None:
+    """A pool that is full for longer than the target: prompts at the head of the queue are told before they are late."""
+    world = World(budget=512, admission=AdmissionPolicy(), slo="ttft=1s", kv_tokens=4096)
+    world.serve([Arrival(0.05 * n, 500, 400, ((n, 500),)) for n in range(100)])
+    world.run()
+    assert any(step.limited_by is LimitedBy.KV for step in world.steps)
+    told = [r for r in world.records.values() if r.reason is FinishReason.REJECTED]
+    early = [r for r in told if r.finished - r.arrival < 0.85]
+    assert len(told) > 40 and len(early) > 0.8 * len(told)
 
 
 def test_a_prefix_that_others_have_computed_meanwhile_counts_no_more() -> None:
