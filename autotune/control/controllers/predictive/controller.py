@@ -88,7 +88,7 @@ class PredictiveController:
         self._traffic = Traffic()
         self._demand, self._usual = Demand(), Demand(constants.USUAL_S)
         self._chunks = Chunks()
-        self._cut = False  # whether prompts that have time are cut for others, as of the last decision
+        self._cut = False  # whether the last decision that could cut prompts that have time for others did so
         self._targets = SLOTargets({"default": slo})
         self._comparison = StartComparison()
         self._observes = False  # whether no decision is put in force
@@ -309,9 +309,8 @@ class PredictiveController:
         batch, slots = self._slots(self._targets.step * self._gain.value / self._learned.bias, knobs, limits)
         decodes = int(min(batch, max(traffic.decodes.quantile(0.5), 1)))
         budget = self._ceiling_for(decodes, seconds, limits.token_budget)
-        if (
-            self._budgeted and not self._steps.by_ceiling
-        ):  # the ceiling leaves it room to spend what requests are ahead, at a typical load
+        if self._budgeted and not self._steps.by_ceiling:
+            # The ceiling leaves each step room to spend what requests are ahead, at a typical load.
             prefill = self.model.most_prefill(
                 decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
             )
@@ -421,9 +420,9 @@ class PredictiveController:
 
         if attains is not None and self._steps.by_ceiling:
             self._full = largest(lambda n: seconds(n) <= target, top, self._full)
-            most = (
-                top if gap == math.inf or self._budgeted else largest(lambda n: seconds(n) <= longest, top, self._full)
-            )
+            most = top
+            if gap < math.inf and not self._budgeted:
+                most = largest(lambda n: seconds(n) <= longest, top, self._full)
             size = most_in_time(attains, max(self._full, decodes + 16), max(most, decodes + 16))
             self._beyond, self._steps.prefill_quantum = size > self._full, 0
             return size
