@@ -183,7 +183,7 @@ class Admission:
         """Why ``sequence``, whose turn it is to begin, is late behind prompts in progress of which so much is left.
 
         If it is by what was in the prefix cache when it came, it is judged once more by what is there now, since others may have
-        computed the same prefix: ``recount`` says whether that differs.
+        computed the same prefix: ``recount`` says whether that is more.
         """
         if self.policy.late is None or sequence.generated or sequence.relegated is not None:
             return None

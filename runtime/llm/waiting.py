@@ -140,8 +140,9 @@ class WaitingQueue:
             _add(self._buckets, sequence, sign)
 
     def recount(self, sequence: Sequence, pending: int) -> bool:
-        """So many tokens of the prompt of ``sequence``, which waits, are not in the prefix cache. Whether that is new."""
-        if pending == sequence.pending:
+        """``sequence``, which waits, has only ``pending`` tokens that are not in the prefix cache. Whether that is fewer than
+        before: what has been evicted since is not counted."""
+        if pending >= sequence.pending:
             return False
         self._tally(sequence, -1)
         sequence.pending = pending
