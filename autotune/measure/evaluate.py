@@ -244,7 +244,7 @@ class _Sender:
     ) -> None:
         self._engine = engine
         self._arrivals = arrivals
-        self._prompts = [prompt_ids(a, vocab_size, prompt_seed) for a in arrivals] if vocab_size else []
+        self._vocab_size, self._prompt_seed = vocab_size, prompt_seed
         self._label = label
         self._handles: dict[str, Handle] = {}
         self._rejected: dict[str, str] = {}
@@ -254,7 +254,7 @@ class _Sender:
         return replay(self._arrivals, self, clock, threading.Event().wait, start=clock.now() + 0.02, stop=stop)
 
     def __call__(self, arrival: Arrival, due: float) -> None:
-        name, prompt = self._name(self._next), self._prompts[self._next]
+        name, prompt = self._name(self._next), prompt_ids(arrival, self._vocab_size, self._prompt_seed)
         self._next += 1
         params = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         try:
@@ -310,7 +310,6 @@ class _VirtualSender(_Sender):
     def __init__(self, engine: VirtualEngine, arrivals: Sequence[Arrival], label: str, prompt_seed: int) -> None:
         super().__init__(engine, arrivals, label, 0, prompt_seed)
         self._simulated = engine
-        self._prompt_seed = prompt_seed
 
     def replay(self, clock: Clock, stop: Callable[[], bool] | None) -> ReplayReport:
         return self._simulated.serve(self._arrivals, label=self._label, prompt_seed=self._prompt_seed, stop=stop)

@@ -16,7 +16,6 @@ from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import TILE, SchedulerView
 
-_LEAST_TOKENS = 128
 _POOL_SHARE, _POOL_FULL, _FEW = 32, 1000, 512
 
 
@@ -46,27 +45,37 @@ class PPas(StaticController):
 class Niyama(StaticController):
     """Dynamic chunks: a step holds as many tokens as the decode that is due first leaves time for, by a model of step times.
 
-    The largest total from 128 to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the
+    The largest total from ``least`` to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the
     decodes, and no more than 512 where a 32nd of the free pool holds fewer than 1,000 tokens. Its order is
     :class:`runtime.ordering.Hybrid`; what cannot come in time any more it serves after the others (eager relegation), which
     the engine's own policy does.
 
     Source: Goel et al., "Niyama: Breaking the Silos of LLM Inference Serving" (arXiv 2503.22562), later QoServe, and its
-    implementation in sarathi-serve (``margin`` 1.2, ``most`` 2,552 tokens). There the model was fitted beforehand to the GPU;
-    here it starts cold as everybody's does: our learner of step times, and all the knob allows while that has seen too little.
+    implementation in sarathi-serve (``margin`` 1.2, ``most`` 2,552 tokens, ``least`` 128). There the model was fitted beforehand
+    to the GPU; here it starts cold as everybody's does: our learner of step times, and all the knob allows while that has seen
+    too little.
     """
 
     name = "niyama"
 
     def __init__(
-        self, start: Knobs, *, block_size: int = 16, margin: float = 1.2, most: int = 2552, tile: int = TILE
+        self,
+        start: Knobs,
+        *,
+        block_size: int = 16,
+        margin: float = 1.2,
+        most: int = 2552,
+        least: int = 128,
+        tile: int = TILE,
     ) -> None:
         super().__init__(start)
         if not 1 <= margin < math.inf:
             raise ValueError(f"margin is {margin!r}; it must be a factor of at least 1")
-        if isinstance(most, bool) or not isinstance(most, int) or most < _LEAST_TOKENS:
-            raise ValueError(f"most is {most!r}; it must be a whole number of tokens from {_LEAST_TOKENS} on")
-        self._block_size, self._margin, self._most, self._tile = block_size, margin, most, tile
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise ValueError(f"least is {least!r}; it must be a whole number of tokens from 1 on")
+        if isinstance(most, bool) or not isinstance(most, int) or most < least:
+            raise ValueError(f"most is {most!r}; it must be a whole number of tokens from {least} on")
+        self._block_size, self._margin, self._most, self._least, self._tile = block_size, margin, most, least, tile
         self._model = StepLearner()
 
     def observe_step(self, record: StepRecord) -> None:
@@ -86,4 +95,4 @@ class Niyama(StaticController):
             seconds = view.decode_slack / self._margin
             prefill = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
             total = min(view.decoding + prefill, total)
-        return step_of_whole_tiles(max(int(total), _LEAST_TOKENS, view.decoding), view, self._tile)
+        return step_of_whole_tiles(max(int(total), self._least, view.decoding), view, self._tile)

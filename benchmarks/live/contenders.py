@@ -7,7 +7,7 @@ from functools import partial
 
 from autotune.bench.contenders import Contender, short
 from autotune.engines.defaults import VLLM_DEFAULTS
-from benchmarks.controller.constants import constants_of
+from benchmarks.controller.constants import Constants, constants_of
 from benchmarks.controller.contenders import ALGORITHMS, LAYERS, OURS, POLICIES, RIVALS, STACK, Layer, attach
 from runtime.knobs import KnobLimits, Knobs
 
@@ -16,6 +16,8 @@ _LIVE: Mapping[str, tuple[Layer, ...]] = {
     "aimd": ("knobs", "full"), "bisection": ("knobs", "full"), "niyama": ("full", "relegate"),
 }  # fmt: skip
 """The layers with which rivals take part; others do with all."""
+_HERE: Mapping[str, Constants] = {"niyama": {"least": 16}}
+"""Constants that differ here: fewer tokens a step than the 128 that Niyama's authors have at least serve best."""
 
 
 def ours(limits: KnobLimits) -> Contender:
@@ -32,7 +34,8 @@ def layer_of(base: str, layer: Layer, limits: KnobLimits, name: str = "") -> Con
     """What sets knobs in the simulated benchmark under this name, with the layers up to ``layer`` and the same constants. Only
     Niyama has no order of its own here: in deadline order, as all others (its α was tuned to 0.1 ms a token, nearly that).
     """
-    made = partial(attach, ALGORITHMS[base], constants_of(base, layer), layer, POLICIES.get(layer))
+    constants = {**constants_of(base, layer), **_HERE.get(base, {})}
+    made = partial(attach, ALGORITHMS[base], constants, layer, POLICIES.get(layer))
     return Contender(name or f"{base} {LAYERS[layer]}", limits.clamp(VLLM_DEFAULTS), control=True, attach=made)
 
 

@@ -83,6 +83,7 @@ class TestNiyama:
         assert made.budget(view(waiting=3, slack=1.0)) == made.budget(view(waiting=3)) == whole_tiles(2552, 10)
         assert made.budget(view(waiting=3, slack=-1.0)) == 128, "it goes on when a decode is late"
         assert made.budget(view(decoding=300, waiting=3, slack=-1.0)) == 300
+        assert learned(least=16, tile=1).budget(view(waiting=3, slack=-1.0)) == 16
 
     def test_it_asks_nothing_of_steps_without_prompts_or_before_it_has_learned(self) -> None:
         assert learned().budget(view(slack=0.001)) == COLD.token_budget
@@ -93,7 +94,9 @@ class TestNiyama:
         assert made.budget(view(waiting=1, free=1999)) == 512
         assert made.budget(view(waiting=1, free=2000)) == 2048
 
-    @pytest.mark.parametrize("wrong", [{"margin": 0.9}, {"margin": math.nan}, {"most": 100}, {"most": 1e3}])
+    @pytest.mark.parametrize(
+        "wrong", [{"margin": 0.9}, {"margin": math.nan}, {"most": 100}, {"most": 1e3}, {"least": 0}]
+    )
     def test_constants_out_of_range_are_named(self, wrong: dict[str, Any]) -> None:
         ((name, value),) = wrong.items()
         with pytest.raises(ValueError, match=f"{name} is {value}"):
