@@ -147,16 +147,16 @@ class Admission:
         return late == "relegate" or (late == "by_weight" and self._weight(sequence) < 1)
 
     def outweighed(
-        self, sequence: Sequence, verdict: Verdict, now: float, waiting: Iterable[Sequence]
+        self, sequence: Sequence, verdict: Verdict, now: float, before: Iterable[Sequence]
     ) -> list[Sequence]:
-        """Those of ``waiting`` to be late so that ``sequence``, which is late by ``verdict``, comes in time; none if
-        that is not to be had for less than its own weight."""
+        """Those of ``before`` to be late so that ``sequence``, which waits behind them and is late by ``verdict``, comes in time;
+        none if that is not to be had for less than its own weight."""
         own, late = self._weight(sequence), verdict.retry_after_s * self.rate.per_second(now)
         if own <= self._lightest:
             return []
-        before = [s for s in waiting if s.key <= sequence.key and not s.preemptions and self._weight(s) < own]
+        lighter = [s for s in before if not s.preemptions and self._weight(s) < own]
         chosen: list[Sequence] = []
-        for other in sorted(before, key=lambda s: (self._weight(s), -self.rate.tokens(work_of(s)))):
+        for other in sorted(lighter, key=lambda s: (self._weight(s), -self.rate.tokens(work_of(s)), s.key)):
             if late <= 0:
                 break
             own -= self._weight(other)

@@ -145,7 +145,7 @@ class Scheduler:
             before = self.waiting.work_before(sequence)
             first = [s for s in self.prefills if precedes(s, sequence)]
             if (verdict := self.admission.arrive(sequence, now, before, first)) is not None:
-                late = self.admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
+                late = self.admission.outweighed(sequence, verdict, now, self.waiting.up_to(sequence)) or [sequence]
                 if late[0] is sequence and not self.admission.relegates(sequence, verdict):
                     self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
                     raise rejected(sequence, verdict)

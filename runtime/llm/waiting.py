@@ -119,6 +119,18 @@ class WaitingQueue:
                 if sequence.key != entry[1]:
                     heapq.heappush(heap, (*rank(sequence), *entry[2:]))
 
+    def up_to(self, sequence: Sequence) -> Iterator[Sequence]:
+        """Those that wait for a turn before that of ``sequence``, and itself, in no particular order. Looks at as many as those
+        are, not at as many as wait."""
+        heap, last = self._heap, rank(sequence)
+        open_at = [0]  # no entry of the heap is before the one above it
+        while open_at:
+            index = open_at.pop()
+            if index < len(heap) and (entry := heap[index])[:2] <= last:
+                open_at += (2 * index + 1, 2 * index + 2)
+                if _stands(entry):
+                    yield entry[3]
+
     def removed(self, sequence: Sequence) -> None:
         """``sequence`` has been given a state other than waiting and is to be forgotten."""
         self.count -= 1

@@ -10,7 +10,8 @@ from runtime.batching.batcher import Batcher
 from runtime.batching.groupings import grouping_of
 from runtime.batching.item import WAITING, Item
 from runtime.knobs import Knobs
-from runtime.llm.waiting import WaitingQueue, precedes, put_behind
+from runtime.llm import waiting as waiting_module
+from runtime.llm.waiting import WaitingQueue, precedes, put_behind, rank
 from runtime.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, Queued, ordering_of
 from runtime.request import Request, SamplingParams, Sequence
 
@@ -148,6 +149,28 @@ def test_one_that_is_relegated_goes_last_though_it_was_preempted() -> None:
     queue.reorder(queue.ordering)
     queue.check_integrity()
     assert [s.request.id for s in queue.in_order()] == ["bulk", "urgent"], "relegated no longer"
+
+
+def test_those_before_one_are_found_without_looking_at_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(4)
+    queue = WaitingQueue(ordering_of("fcfs"))
+    waiting = [make(str(n), dice.uniform(0, 100)) for n in range(400)]
+    for sequence in waiting:
+        queue.push(sequence)
+    for sequence in dice.sample(waiting, 60):
+        queue.relegate(sequence)
+    for sequence in dice.sample(waiting, 60):
+        sequence.state = "finished"
+        queue.removed(sequence)
+    looked: list[object] = []
+    stands = waiting_module._stands
+    monkeypatch.setattr(waiting_module, "_stands", lambda entry: [looked.append(entry), stands(entry)][1])
+    in_order = [s for s in waiting if s.state == "waiting"]
+    in_order.sort(key=rank)
+    for count, sequence in enumerate(in_order, 1):
+        looked.clear()
+        assert sorted(queue.up_to(sequence), key=rank) == in_order[:count]
+        assert len(looked) <= count + 120, "these, and entries that stand no longer"
 
 
 def test_an_ordering_that_comes_back_finds_the_keys_that_it_gave() -> None:

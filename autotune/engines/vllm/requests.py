@@ -138,7 +138,7 @@ class SteeredRequests:
         first = [s for s in self.prefills if precedes(s, sequence)]
         verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
         if verdict is not None:
-            late = admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
+            late = admission.outweighed(sequence, verdict, now, self.waiting.up_to(sequence)) or [sequence]
             if late[0] is sequence and not self._relegates(admission, sequence, verdict):
                 self.refusal = verdict
             for one in late:
