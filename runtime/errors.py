@@ -16,7 +16,8 @@
     ├── MissingTritonError        the GPU kernels were asked for where Triton is not installed, or does not start
     └── InputError(ValueError)    a file or an option that cannot be used; the CLI prints it and exits with 2
 
-Wrong values (knobs, SLO strings, prompts too long) raise plain ``ValueError`` at the call that brought them.
+Wrong values (knobs, SLO strings) raise plain ``ValueError`` at the call that brought them, prompts too long
+:class:`ContextLengthError`, which is one.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class MissingTritonError(AutotuneError):
 
 class InputError(AutotuneError, ValueError):
     """What a user typed or a file they gave cannot be used. One line: the field, the value, what is allowed."""
+
+
+class ContextLengthError(ValueError):
+    """A prompt and its output are longer than the model's context, or than the KV pool."""
 
 
 def shortened(value: object, most: int = 40) -> str:

@@ -104,12 +104,13 @@ def scheduler_share(rounds: int, steps: int, dtype: str) -> list[tuple[float, fl
     """For each round: CPU ms a step of scheduling, of input preparation, in all, and the share of the first two."""
     import torch
 
-    from runtime.torch_backend import build
+    from runtime.torch_backend.executor import TorchExecutor
+    from runtime.torch_backend.loading import load_model
 
     torch.set_num_threads(1)
     batch = 32
     limits = KnobLimits(max_batch_size=64, token_budget=8192, chunk_size=8192)
-    _, executor = build("tiny", dtype=dtype, device="cpu", kv_blocks=2048)
+    executor = TorchExecutor(load_model("tiny", dtype=dtype, device="cpu"), kv_blocks=2048)
     rows = []
     number = 0
     for _ in range(rounds):

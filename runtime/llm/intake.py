@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final, Protocol
 
+from runtime.errors import ContextLengthError
 from runtime.llm.prefix import block_hashes
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams
@@ -170,9 +171,9 @@ class Intake:
         least = prompt + (1 if requested is None else requested)
         what = f"prompt ({prompt} tokens) + max_tokens ({1 if requested is None else requested}) is {least}"
         if least > context:
-            raise ValueError(f"{what}; the context of {self._model.name} is {context} tokens")
+            raise ContextLengthError(f"{what}; the context of {self._model.name} is {context} tokens")
         if least > pool:
-            raise ValueError(f"{what}; the KV pool holds {pool} tokens")
+            raise ContextLengthError(f"{what}; the KV pool holds {pool} tokens")
         return min(context, pool) - prompt if requested is None else requested
 
 

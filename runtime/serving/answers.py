@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from runtime.llm.buffer import TokenEvent
 from runtime.llm.stream import Completion, TokenLogprob
 from runtime.records import RequestRecord
 
 DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB: Final = -9999.0
+"""In place of what is less, such as −∞, which JSON has no number for; as in OpenAI's answers."""
 Decode = Callable[[list[int]], str]
 
 
@@ -46,8 +48,8 @@ class Shape(Protocol):
     kind: str
     chunk_kind: str
 
-    def whole(self, completion: Completion, index: int) -> dict[str, Any]:
-        """One choice of a whole answer."""
+    def whole(self, completion: Completion, index: int, events: Iterable[TokenEvent]) -> dict[str, Any]:
+        """One choice of a whole answer. ``events``: those of its stream."""
         ...
 
     def head(self, index: int, first: bool) -> str:
@@ -58,25 +60,42 @@ class Shape(Protocol):
         """And from behind the text on."""
         ...
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """``offset``: characters of text before the first of them."""
+    def logprobs(self, tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
+        """``offsets``: characters of text before each of them."""
         ...
 
 
 class TokenText:
-    """The text of single tokens, for log-probabilities; those that show none by themselves are named by their id."""
+    """The text of single tokens, for log-probabilities; those that show none by themselves are named by their id.
+
+    It is what a token adds behind itself: some tokenizers, such as Llama 2's, leave out the space in front of a whole text.
+    """
 
     def __init__(self, decode: Decode | None) -> None:
         self._decode = decode
+        self._known: dict[int, str] = {}
 
     def __call__(self, token_id: int) -> str:
-        text = "" if self._decode is None else self._decode([token_id])
-        return text if text and "\ufffd" not in text else f"token_id:{token_id}"
+        text = self._known.get(token_id)
+        if text is None:
+            text = self._known[token_id] = self._shown(token_id) or id_of(token_id)
+        return text
 
     def raw(self, token_id: int) -> list[int] | None:
         """Its bytes, where they are known: those of a piece of a character are not."""
         text = self(token_id)
-        return None if text == f"token_id:{token_id}" else list(text.encode())
+        return None if text == id_of(token_id) else list(text.encode())
+
+    def _shown(self, token_id: int) -> str:
+        if self._decode is None:
+            return ""
+        text = self._decode([token_id] * 2)[len(self._decode([token_id])) :]
+        return "" if "\ufffd" in text else text
+
+
+def id_of(token_id: int) -> str:
+    """The name of a token whose text does not tell it."""
+    return f"token_id:{token_id}"
 
 
 class CompletionShape:
@@ -86,8 +105,11 @@ class CompletionShape:
     def __init__(self, text: TokenText) -> None:
         self._text = text
 
-    def whole(self, completion: Completion, index: int) -> dict[str, Any]:
-        logprobs = None if completion.logprobs is None else self.logprobs(completion.logprobs, 0)
+    def whole(self, completion: Completion, index: int, events: Iterable[TokenEvent]) -> dict[str, Any]:
+        logprobs = None
+        if completion.logprobs is not None:
+            offsets = [*accumulate((len(event.text) for event in events), initial=0)]
+            logprobs = self.logprobs(completion.logprobs, offsets[:-1])
         return {
             "index": index,
             "text": completion.text,
@@ -101,15 +123,26 @@ class CompletionShape:
     def tail(self, logprobs: str, finish_reason: str) -> str:
         return f',"logprobs":{logprobs},"finish_reason":{finish_reason}}}'
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        texts = [self._text(token.token_id) for token in tokens]
-        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+    def logprobs(self, tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
+        named = [self._named(token) for token in tokens]
         return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._text(i): value for i, value in token.top} for token in tokens],
-            "text_offset": offsets,
+            "tokens": [name for name, _ in named],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [likeliest for _, likeliest in named],
+            "text_offset": list(offsets),
         }
+
+    def _named(self, token: TokenLogprob) -> tuple[str, dict[str, float]]:
+        """Its name, and the log-probabilities in its place by name. Of tokens with one text the likeliest is named by it."""
+        name, likeliest = "", dict[str, float]()
+        sampled = (token.token_id, token.logprob)
+        for token_id, logprob in dict([*token.top, sampled]).items():
+            text = self._text(token_id)
+            key = id_of(token_id) if text in likeliest else text
+            likeliest[key] = _finite(logprob)
+            if token_id == token.token_id:
+                name = key
+        return name, likeliest
 
 
 class ChatShape:
@@ -119,11 +152,11 @@ class ChatShape:
     def __init__(self, text: TokenText) -> None:
         self._text = text
 
-    def whole(self, completion: Completion, index: int) -> dict[str, Any]:
+    def whole(self, completion: Completion, index: int, events: Iterable[TokenEvent]) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text},
-            "logprobs": None if completion.logprobs is None else self.logprobs(completion.logprobs, 0),
+            "logprobs": None if completion.logprobs is None else self.logprobs(completion.logprobs, ()),
             "finish_reason": completion.finish_reason.value,
         }
 
@@ -135,12 +168,16 @@ class ChatShape:
     def tail(self, logprobs: str, finish_reason: str) -> str:
         return f'}},"logprobs":{logprobs},"finish_reason":{finish_reason}}}'
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
         return {"content": [self._one(t) | {"top_logprobs": [self._one(top) for top in t.top]} for t in tokens]}
 
     def _one(self, token: TokenLogprob | tuple[int, float]) -> dict[str, Any]:
         token_id, logprob = token[0], token[1]
-        return {"token": self._text(token_id), "logprob": logprob, "bytes": self._text.raw(token_id)}
+        return {"token": self._text(token_id), "logprob": _finite(logprob), "bytes": self._text.raw(token_id)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
 
 
 def frame(answer_id: str, kind: str, model: str) -> dict[str, Any]:
@@ -195,7 +232,7 @@ class Events:
             offset = self._offsets.get(index, 0)
             self._offsets[index] = offset + len(event.text)
             token = TokenLogprob(event.token_id, event.logprob, event.top_logprobs)
-            logprobs = json.dumps(self._shape.logprobs([token], offset))
+            logprobs = json.dumps(self._shape.logprobs([token], [offset]))
         if event.finish_reason is not None:
             finish = json.dumps(event.finish_reason.value)
         return self._shape.tail(logprobs, finish) + "]"

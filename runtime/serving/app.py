@@ -93,7 +93,10 @@ class Api:
             return EventStream(streams, lambda: self._events(body, prompts, shape, begin))
         done = await completed(streams, request.receive)
         whole = frame(answer_id, shape.kind, self.name)
-        whole["choices"] = [shape.whole(completion, index) for index, completion in enumerate(done)]
+        whole["choices"] = [
+            shape.whole(completion, index, stream)
+            for index, (completion, stream) in enumerate(zip(done, streams, strict=True))
+        ]
         whole["usage"] = usage_of([completion.record for completion in done])
         return JSONResponse(whole)
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from runtime.errors import (
+    ContextLengthError,
     EngineClosedError,
     RejectedError,
     RequestCancelledError,
@@ -65,7 +66,9 @@ def _encodable(text: str) -> str:
 def bad_input(error: ValueError, fields: Collection[str]) -> ApiError:
     """The answer to a value that the engine refuses. A message that begins with one of ``fields`` is about that field."""
     first = str(error).partition(" ")[0].rstrip(":")
-    return ApiError(400, str(error), param=first if first in fields else None, code="invalid_value")
+    # OpenAI's name for it: clients look for it to send less
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+    return ApiError(400, str(error), param=first if first in fields else None, code=code)
 
 
 def api_error(error: BaseException) -> ApiError:

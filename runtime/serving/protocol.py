@@ -39,6 +39,9 @@ IGNORED: Final = frozenset(
 )
 """Fields that say something about the client and nothing about the answer."""
 
+ECHOED: Final = frozenset({"annotations", "tool_calls", "refusal", "audio"})
+"""Fields of an assistant's message that clients send back as they got them; where they are empty they ask for nothing."""
+
 MAX_TOP_LOGPROBS = 20
 
 
@@ -101,6 +104,13 @@ class Message(Part):
     role: str
     content: Annotated[str, BeforeValidator(_content)] = ""
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_empty(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: given for name, given in value.items() if given != [] or name not in ECHOED}
 
     def as_dict(self) -> dict[str, str]:
         named = {} if self.name is None else {"name": self.name}

@@ -149,7 +149,7 @@ async def _until_stopped(api: Api, server: Server, bound: socket.socket, grace_s
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     code = DONE
-    if requested.is_set():
+    if requested.is_set() and api.lifecycle.active:  # without, a grace of 0 s would be over before anybody looks
         try:
             await asyncio.wait_for(api.lifecycle.idle(), grace_s)
         except TimeoutError:

@@ -67,15 +67,29 @@ CPU = Backend(
 
 def backend_for(device: torch.device) -> Backend:
     """The fastest that ``device`` has: on CUDA our kernels, or PyTorch's own operations where there is no Triton, or none that
-    starts."""
+    starts, and on GPUs that are older than the kernels are made for."""
     if device.type == "cpu":
         return CPU
-    return _cuda() if device.type == "cuda" else PLAIN
+    if device.type != "cuda":
+        return PLAIN
+    from runtime.torch_backend.cuda.tiles import architecture_of
+
+    return _cuda(architecture_of(device))
 
 
 @cache
-def _cuda() -> Backend:
+def _cuda(architecture: int) -> Backend:
     """For the life of the process, and what is missing is said once."""
+    from runtime.torch_backend.cuda.tiles import OLDEST
+
+    if architecture < OLDEST:
+        log.warning(
+            "the GPU has compute capability %.1f, and the GPU kernels need %.1f or newer; PyTorch's own operations run, at "
+            "several times the cost",
+            architecture / 10,
+            OLDEST / 10,
+        )
+        return PLAIN
     try:
         from runtime.torch_backend.cuda.backend import CUDA
         from runtime.torch_backend.cuda.language import need_driver

@@ -89,10 +89,12 @@ class PackedEncoder:
     def __init__(self, model: PreTrainedModel, *, pack: bool = True) -> None:
         self.model = model.eval()
         self._offset = 0
+        self._vocabulary = _rows(model.get_input_embeddings())
+        self._positions = _positions(model)
         lists = [[5 + i % 7 for i in range(length)] for length in (3, 9, 9, 1, 6)]
         plain = [self._plain(ids) for ids in lists]
         model.set_attn_implementation(NAME)
-        if not any(self._agrees(lists, plain, offset) for offset in self._offsets()):
+        if not any(self._agrees(lists, plain, offset) for offset in self._offsets(max(map(len, lists)))):
             raise UnsupportedModelError(
                 f"{type(model).__name__} gives other results without padding; it needs padded batches"
             )
@@ -104,10 +106,12 @@ class PackedEncoder:
         device: torch.device = next(self.model.parameters()).device
         return device
 
-    def _offsets(self) -> Sequence[int]:
-        """What the first position is called: 0 in BERT, one after the padding's id in RoBERTa and its kin."""
+    def _offsets(self, longest: int) -> Sequence[int]:
+        """What the first position is called: 0 in BERT, one after the padding's id in RoBERTa and its kin; if ``longest`` tokens
+        have positions from there on."""
         padding = getattr(self.model.config, "pad_token_id", None)
-        return (0,) if padding is None else (0, padding + 1)
+        offsets = (0,) if padding is None else (0, padding + 1)
+        return [at for at in offsets if self._positions is None or at + longest <= self._positions]
 
     @torch.inference_mode()
     def _plain(self, ids: Sequence[int]) -> Tensor:
@@ -123,11 +127,12 @@ class PackedEncoder:
 
     @torch.inference_mode()
     def encode(self, lists: Sequence[Sequence[int]]) -> Tensor:
-        """Last hidden states ``[tokens, hidden]`` of all lists, end to end in the order given. Quickest when sorted by length."""
-        if not lists or not all(lists):
-            raise ValueError(
-                f"lists hold {[len(ids) for ids in lists][:8]} tokens; there must be lists, of 1 token or more"
-            )
+        """Last hidden states ``[tokens, hidden]`` of all lists, end to end in the order given. Quickest when sorted by length.
+
+        Raises ``ValueError``, before anything is computed, for an empty list, one that is longer than the model has positions
+        for, and token ids that it does not know.
+        """
+        self._check(lists)
         lengths = [len(ids) for ids in lists]
         ids = torch.tensor([[token for tokens in lists for token in tokens]], device=self.device)
         positions = torch.cat([torch.arange(n) for n in lengths]).add_(self._offset).unsqueeze(0).to(self.device)
@@ -139,6 +144,24 @@ class PackedEncoder:
             _running.runs = before
         return found
 
+    def _check(self, lists: Sequence[Sequence[int]]) -> None:
+        """A look-up outside of a table raises on a CPU, and on a GPU ends this call and all later ones."""
+        if not lists or not all(lists):
+            raise ValueError(
+                f"lists hold {[len(ids) for ids in lists][:8]} tokens; there must be lists, of 1 token or more"
+            )
+        name, longest = type(self.model).__name__, max(map(len, lists))
+        if self._positions is not None and longest > (most := self._positions - self._offset):
+            raise ValueError(
+                f"lists hold one of {longest} tokens; {name} has positions for {most}, so no list may be longer"
+            )
+        for unknown in (min(map(min, lists)), max(map(max, lists))):
+            if not 0 <= unknown < self._vocabulary:
+                raise ValueError(
+                    f"lists hold token id {unknown}; {name} has a vocabulary of {self._vocabulary}, so ids are between 0 and"
+                    f" {self._vocabulary - 1}"
+                )
+
     @torch.inference_mode()
     def mean(self, lists: Sequence[Sequence[int]], *, normalize: bool = True) -> Tensor:
         """The mean of each list's hidden states ``[lists, hidden]``, of length 1 if ``normalize``: a sentence embedding."""
@@ -147,3 +170,13 @@ class PackedEncoder:
         offsets = torch.tensor(starts, device=hidden.device)
         means = torch.segment_reduce(hidden, "mean", offsets=offsets, axis=0)
         return F.normalize(means, dim=1) if normalize else means
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """How many positions ``model`` has a learned vector for; None where it computes them."""
+    tables = (table for name, table in model.named_modules() if "position" in name.rpartition(".")[2])
+    return min((_rows(table) for table in tables if isinstance(table, nn.Embedding)), default=None)
+
+
+def _rows(table: Any) -> int:
+    return len(table.weight)

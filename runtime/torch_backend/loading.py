@@ -114,13 +114,13 @@ def load_model(
 ) -> LoadedModel:
     """Load ``name``: a preset (see :data:`runtime.torch_backend.presets.PRESETS`), a directory, or a hub id.
 
-    ``dtype`` "auto" is bfloat16 on CUDA and on CPUs that multiply it natively, else float32. ``device`` "auto" is CUDA if
-    there is one. ``seed`` is for a preset's random weights. ``max_model_len`` (tokens, prompt and output) None takes the
-    model's context, or as much of it as its RoPE allows (see :mod:`runtime.torch_backend.rope`). ``kv_cache_dtype`` "auto"
-    keeps keys and values as they are computed, "fp8" in 8 bits (e4m3 with a scale of 1, by the Triton kernels, so on CUDA alone):
-    half the memory of bfloat16, and other tokens now and then. ``tensor_parallel``: devices that it is split over, 1 so far.
-    ``trust_remote_code``: run Python code that comes with the model. ``revision``: a branch, tag or commit on the hub, None for
-    the main one.
+    ``dtype`` "auto" is bfloat16 on GPUs and CPUs that multiply it natively, else float16 on a GPU (before compute capability
+    8.0) and float32 on a CPU. ``device`` "auto" is CUDA if there is one. ``seed`` is for a preset's random weights.
+    ``max_model_len`` (tokens, prompt and output) None takes the model's context, or as much of it as its RoPE allows (see
+    :mod:`runtime.torch_backend.rope`). ``kv_cache_dtype`` "auto" keeps keys and values as they are computed, "fp8" in 8 bits
+    (e4m3 with a scale of 1, by the Triton kernels, so on CUDA alone): half the memory of bfloat16, and other tokens now and then.
+    ``tensor_parallel``: devices that it is split over, 1 so far. ``trust_remote_code``: run Python code that comes with the
+    model. ``revision``: a branch, tag or commit on the hub, None for the main one.
 
     Raises :class:`ModelError` (one line: the path or name, and what is wrong), :class:`UnsupportedModelError` for quantised
     weights, LoRA adapters, tensor parallelism, encoder-decoders, models with recurrent or linear-attention layers and a
@@ -277,8 +277,11 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
-        fast = device.type == "cuda" or cpu_has_bfloat16()
-        return torch.bfloat16 if fast else torch.float32
+        if device.type != "cuda":
+            return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+        from runtime.torch_backend.cuda.tiles import OLDEST, architecture_of
+
+        return torch.bfloat16 if architecture_of(device) >= OLDEST else torch.float16
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]

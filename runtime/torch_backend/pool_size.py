@@ -1,11 +1,11 @@
 """How many KV blocks fit: on a device that tells what its memory holds, what is left beside weights, the largest step and graphs.
 
-Nothing is guessed from shapes. An executor with a pool of a few blocks runs the largest step that the ceilings allow, and the
-device says what that took at its peak. Two more executors record the largest graph, and the largest two: what the second adds is
-taken for each further one. One more records all steps with prompts. Then all of that is let go, and the pool gets what is free,
-less step and graphs. It is allocated once, when the engine's own executor is made. Where a device does not tell (a CPU shares its
-memory with whatever else runs there), the pool takes a share of what is free
-(:func:`~runtime.torch_backend.kv_pool.default_kv_blocks`).
+Nothing is guessed from shapes. An executor with a pool of a few blocks runs the largest step that the ceilings allow, sampled
+plainly and then with penalties and log-probabilities, and the device says what that took at its peak. Two more executors record
+the largest graph, and the largest two: what the second adds is taken for each further one. One more records all steps with
+prompts. Then all of that is let go, and the pool gets what is free, less step and graphs. It is allocated once, when the engine's
+own executor is made. Where a device does not tell (a CPU shares its memory with whatever else runs there), the pool takes a share
+of what is free (:func:`~runtime.torch_backend.kv_pool.default_kv_blocks`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ so that a pool once chosen fits again, when a little less is free."""
 
 _BLOCKS: Final = 64
 _SAMPLED: Final = SamplingParams(temperature=1.0, top_p=0.9, ignore_eos=True)
+_PENALISED: Final = replace(_SAMPLED, repetition_penalty=1.1, logprobs=1)
+"""Which has kernels of its own, and takes copies of all logits in float32."""
 
 
 def pool_blocks(
@@ -73,9 +75,11 @@ def pool_blocks(
     return int(min(max(1, int(spare * (1 - MARGIN)) // block), 4096 * -(-loaded.max_model_len // block_size)))
 
 
-def largest_step(limits: KnobLimits, max_model_len: int, block_size: int, blocks: int) -> StepPlan:
+def largest_step(
+    limits: KnobLimits, max_model_len: int, block_size: int, blocks: int, params: SamplingParams = _SAMPLED
+) -> StepPlan:
     """A step of as many tokens as ``limits`` allow, in chunks as long as they allow, beside so many decodes that as many
-    sequences sample as may; the first of these with ``max_model_len`` tokens of context, all others with two.
+    sequences sample as may; the first of these with ``max_model_len`` tokens of context, all others with two. ``params``: of all.
 
     Sequences share the first ``blocks`` blocks, over and over: what they compute is worth nothing, and takes what it would.
     """
@@ -85,22 +89,20 @@ def largest_step(limits: KnobLimits, max_model_len: int, block_size: int, blocks
     decodes = DecodeSet()
     for at in range(min(limits.max_batch_size, budget) - prompts):
         context = 2 if at else max(2, max_model_len)
-        sequence = _sequence(f"decode-{at}", 1, context, block_size, blocks)
+        sequence = _sequence(f"decode-{at}", 1, context, block_size, blocks, params)
         sequence.output.append(0)
         sequence.joined, sequence.computed = 0, context - 1
         decodes.members[sequence] = None
     decodes.version, left, chunks = 1, budget - len(decodes), list[Chunk]()
     while left > 0 and len(chunks) < prompts:
         count = min(longest, left)
-        chunks.append(Chunk(_sequence(f"prompt-{left}", count, count, block_size, blocks), 0, count, True))
+        chunks.append(Chunk(_sequence(f"prompt-{left}", count, count, block_size, blocks, params), 0, count, True))
         left -= count
     return _plan(decodes, chunks)
 
 
-def _sequence(
-    name: str, prompt: int, tokens: int, block_size: int, blocks: int, params: SamplingParams | None = None
-) -> Sequence:
-    sequence = Sequence(Request(f"largest-step-{name}", (0,) * prompt, params or _SAMPLED, 1, 0.0))
+def _sequence(name: str, prompt: int, tokens: int, block_size: int, blocks: int, params: SamplingParams) -> Sequence:
+    sequence = Sequence(Request(f"largest-step-{name}", (0,) * prompt, params, 1, 0.0))
     sequence.blocks = [at % blocks for at in range(-(-tokens // block_size))]
     return sequence
 
@@ -108,7 +110,7 @@ def _sequence(
 def _taken(
     loaded: Loaded, limits: KnobLimits, block_size: int, backend: Backend, memory: DeviceMemory
 ) -> tuple[int, int]:
-    """Bytes that the largest step takes at its peak, and that all graphs hold."""
+    """Bytes that the largest step takes at its peak, however it is sampled, and that all graphs hold."""
     most = limits.max_batch_size
 
     def made(backend: Backend, tokens: int | None = None) -> TorchExecutor:
@@ -117,7 +119,7 @@ def _taken(
         )
 
     executor = made(backend._replace(record=None))
-    step = _peak(executor, limits, loaded, block_size, memory)
+    step = max(_peak(executor, limits, loaded, block_size, memory, params) for params in (_SAMPLED, _PENALISED))
     for plan in mixed_steps(
         limits, loaded.max_model_len, block_size, _BLOCKS
     ):  # so that no request waits for a compiler
@@ -192,10 +194,17 @@ def _these(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     return sizes
 
 
-def _peak(executor: TorchExecutor, limits: KnobLimits, loaded: Loaded, block_size: int, memory: DeviceMemory) -> int:
+def _peak(
+    executor: TorchExecutor,
+    limits: KnobLimits,
+    loaded: Loaded,
+    block_size: int,
+    memory: DeviceMemory,
+    params: SamplingParams,
+) -> int:
     """Bytes that the largest step which fits takes beyond what is held around it."""
     while True:
-        plan = largest_step(limits, loaded.max_model_len, block_size, _BLOCKS)
+        plan = largest_step(limits, loaded.max_model_len, block_size, _BLOCKS, params)
         result = executor.execute(plan, 0.0, 0.0)  # which compiles kernels, and has libraries take their workspaces
         if not result.oom:
             break

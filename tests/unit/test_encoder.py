@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,12 +14,16 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertModel,
+    ModernBertConfig,
+    ModernBertModel,
     MPNetConfig,
     MPNetModel,
+    PreTrainedModel,
     RobertaConfig,
     RobertaModel,
 )
 
+from runtime.batching.invoke import Function, run_call
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.encoder import PackedEncoder
 
@@ -79,11 +85,57 @@ def test_no_list_and_an_empty_list_are_told() -> None:
             encoder.encode(wrong)
 
 
+@pytest.mark.parametrize(
+    ("make", "wrong", "says"),
+    [
+        (bert, [5] * 65, "lists hold one of 65 tokens; BertModel has positions for 64, so no list may be longer"),
+        (roberta, [5] * 63, "lists hold one of 63 tokens; RobertaModel has positions for 62, so no list may be longer"),
+        (bert, [5, 60], "lists hold token id 60; BertModel has a vocabulary of 60, so ids are between 0 and 59"),
+        (bert, [-1], "lists hold token id -1; BertModel has a vocabulary of 60, so ids are between 0 and 59"),
+    ],
+)
+def test_what_no_table_has_a_row_for_is_told_before_anything_is_computed(
+    make: Callable[[], PreTrainedModel], wrong: list[int], says: str
+) -> None:
+    """On a GPU such a look-up is an assertion that ends every later call, too."""
+    model = make()
+    encoder = PackedEncoder(model, pack=False)
+    computed: list[object] = []
+    model.register_forward_pre_hook(lambda *given: computed.append(given))
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        encoder.mean([[5, 6], wrong])
+    assert not computed
+    assert len(encoder.encode([[5] * (64 if make is bert else 62), [0, 59]])) > 60
+
+
+def test_an_item_that_the_model_does_not_take_fails_alone() -> None:
+    encoder = PackedEncoder(bert(), pack=False)
+    items = [[5, 6], [7], [5] * 65, [8, 9, 10], [60]]
+    ran = run_call(Function(lambda lists: list(encoder.mean(lists))), items, lambda at, outputs: True, isolate=True)
+    assert [isinstance(found, ValueError) for found in ran.outcomes] == [False, False, True, False, True]
+    torch.testing.assert_close(ran.outcomes[3], encoder.mean([items[3]])[0])
+
+
+def test_positions_that_are_computed_have_no_end() -> None:
+    torch.manual_seed(6)
+    sizes = {**SIZES, "num_hidden_layers": 1, "layer_types": ["full_attention"], "pad_token_id": 0}
+    config = ModernBertConfig(**sizes, max_position_embeddings=16)
+    encoder = PackedEncoder(ModernBertModel(config).eval(), pack=False)
+    assert len(encoder.encode([[5] * 40])) == 40
+
+
 def test_a_model_that_needs_padding_is_refused() -> None:
     """MPNet adds a position bias to its scores, which a packed batch would get wrong."""
     torch.manual_seed(4)
     model = MPNetModel(MPNetConfig(**SIZES, max_position_embeddings=64), add_pooling_layer=False)
     with pytest.raises((UnsupportedModelError, ValueError)):
+        PackedEncoder(model)
+
+
+def test_a_model_whose_positions_begin_nowhere_that_it_says_is_refused() -> None:
+    model = roberta()
+    model.config.pad_token_id = 59
+    with pytest.raises(UnsupportedModelError, match="RobertaModel gives other results without padding"):
         PackedEncoder(model)
 
 

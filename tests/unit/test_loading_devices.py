@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runtime.errors import InputError
+from runtime.torch_backend.cuda import tiles
 from runtime.torch_backend.loading import (
     cpu_has_bfloat16,
     resolve_device,
@@ -24,9 +25,18 @@ def test_devices() -> None:
             resolve_device(bad)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [(70, torch.float16), (75, torch.float16), (80, torch.bfloat16), (120, torch.bfloat16)]
+)
+def test_a_gpu_computes_bfloat16_from_compute_capability_8_on(
+    architecture: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "architecture_of", lambda device: architecture)
+    assert resolve_dtype("auto", torch.device("cuda")) == dtype
+
+
 def test_dtypes() -> None:
     cpu = torch.device("cpu")
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("auto", cpu) == (torch.bfloat16 if cpu_has_bfloat16() else torch.float32)
     assert resolve_dtype("float16", cpu) == resolve_dtype(torch.float16, cpu) == torch.float16
     for bad in ("int8", "fp8", torch.int8, torch.float64):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from runtime.torch_backend.inputs import PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV, check_pool
 from runtime.torch_backend.loading import LoadedModel, from_model
 from runtime.torch_backend.pool_size import MARGIN, largest_step, mixed_steps, pool_blocks
-from runtime.torch_backend.sampling import Columns, Sampler
+from runtime.torch_backend.sampling import Columns, Drawn, Sampler
 from tests.unit import loading_models
 from tests.unit.recording import Recorder
 
@@ -180,7 +181,7 @@ def test_the_pool_gets_what_is_free_behind_the_largest_step(monkeypatch: pytest.
         assert isinstance(engine.executor, TorchExecutor)
         assert engine.executor.pool.bytes == (677 + 2) * block
         assert not device.says and device.pools_left == 0, "a pool was still there when what is free was asked"
-        assert device.peaks == [(6, 40)], "as many sequences and tokens as the ceilings allow"
+        assert device.peaks == [(6, 40)] * 2, "as many sequences and tokens as the ceilings allow"
         before = engine.executor.pool.bytes
         engine.generate([[1, 2, 3]], max_tokens=3)
         assert engine.executor.pool.bytes == before
@@ -214,10 +215,32 @@ def test_a_largest_step_that_does_not_fit_is_halved(caplog: pytest.LogCaptureFix
     block = 16 * loaded.kv_bytes_per_token
     device = Device(0, 100 * block, peak=10 * block, most_tokens=20)
     assert pool_blocks(loaded, LIMITS, 16, backend=device.backend) == int(88 * (1 - MARGIN))
-    assert device.peaks == [(3, 20)]
+    assert device.peaks == [(3, 20)] * 2
     assert "a step of 40 tokens does not fit beside the weights of llama" in caplog.text
     with pytest.raises(ModelError, match="model llama: a step of one token does not fit beside its weights on cpu"):
         pool_blocks(loaded, LIMITS, 16, backend=Device(peak=0, most_tokens=0).backend)
+
+
+def test_room_is_left_for_a_step_whose_rows_are_all_penalised_and_scored() -> None:
+    """Which copies all logits; and no request waits until that is compiled."""
+    loaded = loaded_model()
+    block, sampled = 16 * loaded.kv_bytes_per_token, list[set[SamplingParams]]()
+
+    class Noting(Sampler):
+        def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], *given: Any, **named: Any) -> Drawn:
+            sampled.append({sequence.request.params for sequence in sequences})
+            return super().draw(logits, sequences, *given, **named)
+
+    class Copying(Device):
+        def peak(self, call: Callable[[], object]) -> int:
+            super().peak(call)
+            (params,) = sampled[-1]
+            return (100 + 200 * (params.repetition_penalty != 1 and params.logprobs is not None)) * block
+
+    device = Copying(0, 1000 * block, peak=0)
+    backend = device.backend._replace(sampler=Noting)
+    assert pool_blocks(loaded, LIMITS, 16, backend=backend) == int((1000 - 300 - 2) * (1 - MARGIN))
+    assert device.peaks == [(6, 40)] * 2
 
 
 def test_never_more_than_sequences_of_the_whole_context_fill() -> None:

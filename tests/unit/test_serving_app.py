@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from runtime.errors import DeviceError
+from runtime.llm.engine import Engine
+from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.stream import TokenLogprob
 from runtime.request import Sequence
-from runtime.serving.answers import CompletionShape, TokenText
+from runtime.serving.answers import ChatShape, CompletionShape, TokenText
 from runtime.serving.app import Api, create_app
+from runtime.serving.run import CUT_SHORT, DONE, Server, _until_stopped
 from runtime.slo import SLO, RequestClass
 from tests.engines import Bench, bench
-from tests.fakes import EOS, ByteTokenizer, FakeModel, count_up
+from tests.fakes import EOS, ByteTokenizer, FakeExecutor, FakeModel, count_up
 
 ABC = [97, 98, 99]  # continued by the stand-in with "defgh…"
 
@@ -380,6 +387,28 @@ async def test_draining_finishes_what_there_is_and_takes_nothing_new() -> None:
         await asyncio.wait_for(idle, 10)
 
 
+class Interrupted(Server):
+    """Is told to stop as soon as it serves."""
+
+    def __init__(self) -> None:
+        self.should_exit = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        while not self.should_exit:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("active", [0, 1])
+async def test_without_grace_only_what_is_active_is_cut(active: int, caplog: pytest.LogCaptureFixture) -> None:
+    with bench() as b, socket.socket() as bound:
+        api = Api(b.engine)
+        for _ in range(active):
+            api.lifecycle.begin()
+        assert await _until_stopped(api, Interrupted(), bound, 0.0) == (CUT_SHORT if active else DONE)
+    assert ("cutting 1 request after 0 s of grace" in caplog.messages) is bool(active)
+
+
 async def test_priorities_reach_the_engine() -> None:
     async with served(ordering="priority") as (client, b):
         for priority in (3, -2):
@@ -474,22 +503,92 @@ async def test_an_answer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(checks) == 2
 
 
-class Measured(str):
-    lengths = 0
+@pytest.mark.parametrize("chat", [False, True])
+async def test_what_does_not_fit_into_the_context_has_the_code_that_clients_cut_prompts_by(chat: bool) -> None:
+    async with served(model=FakeModel(tokenizer=ChattingTokenizer())) as (client, _):
+        path, body = "/v1/completions", {"prompt": "a" * 300}
+        if chat:
+            path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 300}]}
+        answer = await client.post(path, json={**body, "max_tokens": 1})
+        wrong = await client.complete(prompt=[1, 999])
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.json()["error"]["message"].endswith("is 301; the context of fake is 256 tokens")
+    assert wrong.json()["error"]["code"] == "invalid_value"
 
-    def __len__(self) -> int:
-        Measured.lengths += 1
-        return super().__len__()
+
+LLAMA_2 = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
 
 
-def test_offsets_of_log_probabilities_cost_the_same_at_the_end_as_at_the_beginning() -> None:
-    texts = ["a", "bcd", "ef"]
-    shape = CompletionShape(TokenText(lambda ids: Measured(texts[ids[0]])))
-    tokens = [TokenLogprob(at % 3, -1.0, ()) for at in range(300)]
-    offsets = shape.logprobs(tokens, 5)["text_offset"]
-    assert offsets[:5] == [5, 6, 9, 11, 12] and len(offsets) == 300 and offsets[-1] == 5 + 600 - 2
-    assert Measured.lengths < 5 * 300
-    assert shape.logprobs([], 5)["text_offset"] == []
+@pytest.mark.parametrize("decoder", [LLAMA_2, decoders.Metaspace(prepend_scheme="always")])
+def test_a_token_has_its_space_where_the_tokenizer_drops_that_of_a_whole_text(decoder: Any) -> None:
+    pieces = ["<unk>", "▁Hello", "▁world", "world", "▁", "!"]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: at for at, piece in enumerate(pieces)}, merges=[], unk_token="<unk>")
+    )
+    tokenizer.decoder = decoder
+    text = TokenText(tokenizer.decode)
+    assert [text(token_id) for token_id in range(1, 6)] == [" Hello", " world", "world", " ", "!"]
+    token = TokenLogprob(2, -0.1, ((2, -0.1), (3, -2.0)))
+    told = CompletionShape(text).logprobs([token], [0])
+    assert (told["tokens"], told["top_logprobs"]) == ([" world"], [{" world": -0.1, "world": -2.0}])
+    (entry,) = ChatShape(text).logprobs([token], [0])["content"]
+    assert [bytes(top["bytes"]) for top in entry["top_logprobs"]] == [b" world", b"world"]
+
+
+def test_a_piece_of_a_character_is_named_by_its_id() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2}, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = LLAMA_2
+    text = TokenText(tokenizer.decode)
+    assert (text(1), text.raw(1), text(2)) == ("token_id:1", None, "token_id:2")
+
+
+def test_of_tokens_with_one_text_the_likeliest_is_named_by_it() -> None:
+    shape = CompletionShape(TokenText(lambda ids: "".join("aab"[token_id] for token_id in ids)))
+    told = shape.logprobs([TokenLogprob(0, -3.0, ((1, -0.5), (2, -1.0))), TokenLogprob(1, -0.5, ((1, -0.5),))], [0, 1])
+    assert told["tokens"] == ["token_id:0", "a"]
+    assert told["top_logprobs"] == [{"a": -0.5, "b": -1.0, "token_id:0": -3.0}, {"a": -0.5}]
+
+
+def test_the_text_of_a_token_is_made_once() -> None:
+    calls: list[list[int]] = []
+
+    def decode(ids: list[int]) -> str:
+        calls.append(ids)
+        return "x" * len(ids)
+
+    CompletionShape(TokenText(decode)).logprobs([TokenLogprob(7, -1.0, ((7, -1.0),))] * 50, [0] * 50)
+    assert len(calls) == 2
+
+
+class Scored(FakeExecutor):
+    """Says of every token that it has −3 and two others −1 and −∞."""
+
+    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+        result = super().execute(plan, now, until)
+        top = ((ord("a"), -1.0), (ord("b"), -math.inf))
+        return result._replace(tokens=[Token(token.sequence, token.id, -3.0, top) for token in result.tokens])
+
+
+async def test_log_probabilities_are_the_same_whole_and_streamed() -> None:
+    """Offsets are places in the text, the sampled token is always told, and every number is one in JSON."""
+    executor = Scored(lambda sequence: b"\xc3\xa9xy"[len(sequence.output)])
+    body = {"max_tokens": 4, "logprobs": 2}
+    with closing(Engine(FakeModel(), executor=executor, kv_tokens=1024)) as engine:
+        async with Client(Api(engine)) as client:
+            (choice,) = (await client.complete(**body)).json()["choices"]
+            streamed = [event["choices"][0]["logprobs"] for event in events(await client.complete(**body, stream=True))]
+    names = ["token_id:195", "token_id:169", "x", "y"]
+    assert choice["text"] == "éxy" and choice["logprobs"] == {
+        "tokens": names,
+        "token_logprobs": [-3.0] * 4,
+        "top_logprobs": [{"a": -1.0, "b": -9999.0, name: -3.0} for name in names],
+        "text_offset": [0, 0, 1, 2],
+    }
+    assert {field: [value for told in streamed for value in told[field]] for field in choice["logprobs"]} == choice[
+        "logprobs"
+    ]
 
 
 async def test_housekeeping_that_fails_is_tried_again_and_keeps_nobody_else_from_theirs(

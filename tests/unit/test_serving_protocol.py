@@ -89,6 +89,15 @@ def test_spellings_of_others() -> None:
     assert completion(temperature=1).temperature == 1.0
 
 
+def test_an_answer_that_is_sent_back_holds_empty_fields() -> None:
+    echoed = {"role": "assistant", "content": "a", "annotations": [], "tool_calls": [], "refusal": None, "audio": None}
+    (message,) = chat(messages=[echoed]).messages
+    assert message.as_dict() == {"role": "assistant", "content": "a"}
+    error = refused(ChatRequest, {"messages": [{**echoed, "tool_calls": [{"id": "1"}]}]})
+    assert (error.param, error.message) == ("messages", "messages.0.tool_calls is not a field")
+    assert refused(ChatRequest, {"messages": [{**echoed, "tols": []}]}).message.startswith("messages.0.tols")
+
+
 def test_null_is_as_good_as_nothing() -> None:
     nothing = dict.fromkeys([*GenerationRequest.model_fields, *UNSUPPORTED, *IGNORED])
     assert completion(**nothing) == completion()

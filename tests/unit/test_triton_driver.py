@@ -16,7 +16,7 @@ pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Tri
 from runtime.errors import InputError, MissingTritonError
 from runtime.torch_backend import backends
 from runtime.torch_backend.backends import PLAIN, backend_for, check_kv_cache_dtype
-from runtime.torch_backend.cuda import language
+from runtime.torch_backend.cuda import language, tiles
 from runtime.torch_backend.cuda.backend import CUDA
 from runtime.torch_backend.cuda.language import need_driver
 
@@ -40,7 +40,9 @@ class Driver:
 
 
 @pytest.fixture(autouse=True)
-def undecided() -> Iterator[None]:
+def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As when a process begins, on a GPU that the kernels are made for."""
+    monkeypatch.setattr(tiles, "architecture_of", lambda device: 80)
     backends._cuda.cache_clear()
     yield
     backends._cuda.cache_clear()
@@ -100,3 +102,18 @@ def test_neither_interpreted_kernels_nor_a_cpu_need_one(monkeypatch: pytest.Monk
     assert backend_for(torch.device("cpu")) is backends.CPU
     monkeypatch.setattr(language, "INTERPRETED", SimpleNamespace(value=True))
     assert backend_for(GPU) is CUDA and driver.asked == 0
+
+
+@pytest.mark.parametrize(("architecture", "said"), [(75, "7.5"), (70, "7.0")])
+def test_a_gpu_that_is_too_old_for_the_kernels_has_pytorchs_own_and_one_line_says_so(
+    architecture: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = compiled(monkeypatch)
+    monkeypatch.setattr(tiles, "architecture_of", lambda device: architecture)
+    assert backend_for(GPU) is PLAIN and backend_for(torch.device("cuda", 1)) is PLAIN and driver.asked == 0
+    assert caplog.messages == [
+        f"the GPU has compute capability {said}, and the GPU kernels need 8.0 or newer; PyTorch's own operations run, at "
+        "several times the cost"
+    ]
+    monkeypatch.setattr(tiles, "architecture_of", lambda device: 80)
+    assert backend_for(GPU) is CUDA, "another GPU of the same machine"

@@ -14,6 +14,9 @@ import torch
 ARCHITECTURES = (80, 89, 90, 100, 120)
 """Compute capabilities the kernels are compiled for in tests."""
 
+OLDEST = ARCHITECTURES[0]
+"""Chips before it have less shared memory than the tiles take, and compute no bfloat16."""
+
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Most shared memory of one block (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"); others have as
 much as the next lower one."""
