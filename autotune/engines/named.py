@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT: Final = "own"
 """The engine that is meant where none is named. Messages, file names and studies leave its name out: older ones do."""
+DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""What any engine may compute a model in, with the bytes of a number."""
 
 
 class NamedSource(EngineSource, Protocol):
@@ -137,7 +139,7 @@ class ToServe:
     block_size: int | None = None
     prefix_cache: bool = True
     max_queue: int
-    ordering: str
+    ordering: str | None = None
     threads: int | None = None
 
     host: str

@@ -6,6 +6,7 @@ It is an :class:`~autotune.engines.protocol.Engine` as it stands. Torch is loade
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -15,6 +16,7 @@ from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.engine import Engine
+from runtime.llm.parts import MAX_KV_TOKENS
 from runtime.slo import RequestClass, request_classes
 from runtime.tunable import ModelInfo, own_kv_cache_dtype
 from runtime.version import __version__
@@ -130,6 +132,11 @@ def _load(model: str, *, kv_cache_dtype: str, arguments: Mapping[str, str], **lo
 
 
 def _start(requested: ToServe) -> Engine:
+    block = requested.block_size or BLOCK
+    if requested.kv_tokens is not None and not block <= requested.kv_tokens <= MAX_KV_TOKENS:
+        raise InputError(
+            f"--kv-tokens is {requested.kv_tokens}; it must be a whole number from {block} to {MAX_KV_TOKENS}"
+        )
     source = OwnSource.load(
         requested.model,
         dtype=requested.dtype or "auto",
@@ -143,15 +150,23 @@ def _start(requested: ToServe) -> Engine:
             slo=requested.slo,
             classes=request_classes(requested.classes, where="--class"),
             kv_tokens=requested.kv_tokens,
-            block_size=requested.block_size or BLOCK,
+            block_size=block,
             prefix_cache=requested.prefix_cache,
             max_queue=requested.max_queue,
-            ordering=requested.ordering,
-            admission=AdmissionPolicy(late="relegate") if requested.relegate_late else requested.reject_late,
+            admission=_admission(requested) or False,
             threads=requested.threads,
+            **({} if requested.ordering is None else {"ordering": requested.ordering}),
         ).start(requested.knobs, requested.limits, requested.seed)
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def _admission(requested: ToServe) -> AdmissionPolicy | None:
+    """What becomes of late requests. The queue is in the order asked for, and else by deadline."""
+    if not (requested.reject_late or requested.relegate_late):
+        return None
+    policy = AdmissionPolicy(late="relegate") if requested.relegate_late else AdmissionPolicy()
+    return policy if requested.ordering is None else replace(policy, order=requested.ordering)
 
 
 ENGINE: Final = NamedEngine(

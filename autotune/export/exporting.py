@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from autotune.export.comments import MARK, header, note_of, one_line
 from autotune.export.files import flat
 from autotune.export.source import ProfiledCallable, ProfiledEngine, Source, callable_source
@@ -18,6 +16,7 @@ from autotune.export.target import Entry, ExportTarget, Fit, Rows, S, Value, num
 from autotune.export.targets import TARGETS
 from autotune.profile import RECOMMENDED, ModelFacts, Profile
 from autotune.profile.callable import CallableProfile
+from autotune.reading import plain_yaml
 from autotune.writing import replaceable, writable, write_whole
 from runtime.errors import InputError
 
@@ -81,7 +80,8 @@ class Export:
         """By key, what a configuration file of the target says (None: nothing) and what this says instead, where they differ;
         None for a key of a knob or fact that is not written here, and so has to go.
 
-        The model is left out: which one is served is the user's word. Raises :class:`InputError` for a file that is none.
+        The model is left out: which one is served is the user's word. So are length and dtype of another than the measured one.
+        Raises :class:`InputError` for a file that is none.
         """
         if ".yaml" not in self.target.suffixes:
             allowed = " or ".join(self.target.suffixes)
@@ -89,20 +89,28 @@ class Export:
                 f"--diff: {path} cannot be compared; {self.target.title} reads {allowed}, and --diff reads YAML"
             )
         try:
-            found = yaml.safe_load(path.read_bytes())
+            found = plain_yaml(path.read_bytes())
         except OSError as error:
             raise InputError(f"--diff: {path} cannot be read ({error.strerror})") from None
-        except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-            raise InputError(f"--diff: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        except ValueError as error:
+            raise InputError(f"--diff: {path} is not valid YAML: {error}") from None
         if not isinstance(found, dict):
             raise InputError(f"--diff: {path} is no configuration of {self.target.title}: it holds no names and values")
         theirs = {_spelled(str(key)): value for key, value in (*flat(found).items(), *found.items())}
         written: dict[str, Value | None] = {**dict.fromkeys(self._keys), **self.written}
+        left = self._of_model
         return {
             key: (theirs.get(_spelled(key)), value)
             for key, value in written.items()
-            if key not in self.target.facts["model"].keys and not _alike(theirs.get(_spelled(key)), value)
+            if key not in left and not _alike(theirs.get(_spelled(key)), value)
         }
+
+    @property
+    def _of_model(self) -> set[str]:
+        """Keys that are not ours to say."""
+        another = isinstance(self.source, ProfiledEngine) and self.source.another_model
+        names = ("model", "max_model_len", "dtype") if another else ("model",)
+        return {key for name in names for key in self.target.facts[name].keys}
 
     @property
     def _keys(self) -> list[str]:
@@ -138,8 +146,9 @@ def export(
     """One setting of ``profile`` in the terms of ``target``.
 
     ``purpose``: which setting; a callable's profile has one. ``model``: what to serve, None for what was measured (see
-    :func:`model_to_serve`). Raises :class:`InputError` when the profile has no such setting, when a
-    value has no counterpart and ``allow_lossy`` is false, and when the target itself would refuse the result.
+    :func:`model_to_serve`); how long its requests may be, and its dtype, are left to another. Raises :class:`InputError` when the
+    profile has no such setting, when a value has no counterpart and ``allow_lossy`` is false, and when the target itself would
+    refuse the result.
     """
     named = profile_name or profile.name
     if isinstance(profile, CallableProfile):
@@ -161,7 +170,7 @@ def export(
         model=model_to_serve(profile.model, model),
         profile=profile,
         setting=purpose,
-        model_given=model is not None,
+        another_model=_another(profile.model, model),
     )
     return _export(target, source, target.rows(), allow_lossy, target.warning(source))
 
@@ -186,9 +195,20 @@ def model_to_serve(measured: ModelFacts, given: str | None) -> str | None:
     """
     if given is not None:
         return _named("--model", given)
-    if not measured.random_weights or measured.name not in PUBLISHED:
-        return _named("model.name", measured.name)
-    return PUBLISHED.get(measured.name)
+    found = _published(measured)
+    return None if found is None else _named("model.name", found)
+
+
+def _published(measured: ModelFacts) -> str | None:
+    """What ``measured`` is called where others find it; None for a preset whose shape nobody has published."""
+    preset = measured.random_weights and measured.name in PUBLISHED
+    return PUBLISHED[measured.name] if preset else measured.name
+
+
+def _another(measured: ModelFacts, given: str | None) -> bool:
+    """Whether another model than the ``measured`` one will be served, which is named later where none is ``given``."""
+    published = _published(measured)
+    return published is None if given is None else given not in (measured.name, published)
 
 
 def _named(field: str, name: str) -> str:

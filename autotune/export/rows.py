@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autotune.engines.named import DTYPE_BYTES
 from autotune.export.source import ProfiledCallable, ProfiledEngine, Source, without_bound
 from autotune.export.target import FACT_ROWS, Fit, Row, Value, Written
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def no_chunk_needed(source: ProfiledEngine) -> str:
@@ -15,7 +14,7 @@ def no_chunk_needed(source: ProfiledEngine) -> str:
     chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.max_model_len
     if chunk >= budget:
         return f"it is not below token_budget {budget}, so it cuts nothing"
-    if chunk >= longest:
+    if chunk >= longest and not source.another_model:
         return f"no prompt is longer than {longest} tokens, so it cuts nothing"
     return ""
 
@@ -52,7 +51,7 @@ def _pool_elsewhere(source: ProfiledEngine) -> str:
     """Why the size of the KV cache is left to the target, or ""."""
     if source.profile.machine.kind != "gpu":
         return "left to its default: the pool was measured in a CPU's memory, which says nothing about a GPU's"
-    if source.model_given:
+    if source.another_model:
         return f"left to its default: the pool was measured beside {source.profile.model.name}, not beside this model"
     return ""
 
@@ -65,6 +64,28 @@ def same(key: str, value: Callable[[ProfiledEngine], Value | None]) -> Row[Profi
         return {} if found is None else {key: found}
 
     return Row(Fit.EXACT, (key,), write)
+
+
+def _left_to_model(source: ProfiledEngine) -> str:
+    return "left to the model" if source.another_model else ""
+
+
+def _measured_with(source: ProfiledEngine) -> str:
+    return f"what was measured is that of {source.profile.model.name}" if source.another_model else ""
+
+
+def of_model(
+    key: str, value: Callable[[ProfiledEngine], Value], about: Callable[[ProfiledEngine], str] = lambda source: ""
+) -> Row[ProfiledEngine]:
+    """``value``, which belongs to the model that was measured, under another name; another model has its own."""
+    return Row(
+        Fit.EXACT,
+        (key,),
+        lambda source: {key: value(source)},
+        harmless=_measured_with,
+        about=about,
+        unsupported=_left_to_model,
+    )
 
 
 def kv_cache_in(key: str, title: str, **named: str) -> Row[ProfiledEngine]:
@@ -94,8 +115,8 @@ def facts_under(
 
     return {
         "model": same(model, lambda s: s.model),
-        "max_model_len": same(max_model_len, lambda s: s.max_model_len),
-        "dtype": same("dtype", lambda s: s.profile.model.dtype),
+        "max_model_len": of_model(max_model_len, lambda s: s.max_model_len),
+        "dtype": of_model("dtype", lambda s: s.profile.model.dtype),
         "kv_cache_dtype": kv_cache_dtype,
         "kv_pool": Row(Fit.APPROXIMATE, (kv_pool,), pool, said=fewer, harmless=_pool_elsewhere),
         "prefix_cache": prefix_cache,
@@ -105,8 +126,10 @@ def facts_under(
 
 def known_dtype(written: Written) -> str:
     """A constraint: a dtype that all of them take."""
-    dtype = written["dtype"]
-    return "" if dtype in DTYPES else f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}"
+    dtype = written.get("dtype")
+    return (
+        "" if dtype is None or dtype in DTYPE_BYTES else f"dtype is {dtype}; it must be one of {', '.join(DTYPE_BYTES)}"
+    )
 
 
 FACTS_OF_THE_MODEL: Mapping[str, Row[ProfiledEngine]] = dict.fromkeys(

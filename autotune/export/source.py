@@ -66,13 +66,13 @@ class Source(ABC):
 class ProfiledEngine(Source):
     """One setting of a language model's profile.
 
-    ``model_given``: the model was named by the user, and need not be the one that was measured; ``model`` None: the profile is of
-    a shape that nobody has published, and the user names a model later.
+    ``another_model``: what will be served is not what was measured. The user has named it; or has yet to, and ``model`` is None,
+    because the profile is of a shape that nobody has published.
     """
 
     profile: Profile
     setting: str
-    model_given: bool
+    another_model: bool
 
     @property
     def purpose(self) -> str:
@@ -123,7 +123,7 @@ class ProfiledEngine(Source):
         profile = self.profile
         if profile.machine.kind == "cpu":
             yield _on_a_cpu(profile.machine)
-        if self.model_given and self.model != profile.model.name:
+        if self.another_model and self.model is not None:
             yield (
                 f"measured with model {profile.model.name}, exported for {self.model}: the step times of {self.model} are "
                 "different"

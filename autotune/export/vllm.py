@@ -11,13 +11,13 @@ import math
 import shlex
 from typing import NamedTuple
 
+from autotune.engines.named import DTYPE_BYTES
 from autotune.export.files import yaml_file
-from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, same, sequences
+from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, of_model, same, sequences
 from autotune.export.source import ProfiledEngine
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_SHARE = 0.92
 LARGEST_SHARE = 0.95  # vLLM refuses to start unless its share of the device is free, and its CUDA context takes some
 GIB = 2**30
@@ -44,7 +44,7 @@ def _about_model(source: ProfiledEngine) -> str:
 
 
 def _about_length(source: ProfiledEngine) -> str:
-    if source.max_model_len < source.profile.model.max_model_len:
+    if not source.another_model and source.max_model_len < source.profile.model.max_model_len:
         return f"the model allows {source.profile.model.max_model_len}; the KV pool that was measured held no more"
     return ""
 
@@ -63,9 +63,9 @@ class Memory(NamedTuple):
 
 
 def _memory(source: ProfiledEngine) -> Memory | None:
-    """None when the profile cannot tell: it was made on a CPU, or another model is to be served."""
+    """None when the profile cannot tell: it was made on a CPU, or another model will be served."""
     profile, gpu = source.profile, source.profile.machine.gpu
-    if profile.machine.kind != "gpu" or gpu is None or source.model_given:
+    if profile.machine.kind != "gpu" or gpu is None or source.another_model:
         return None
     weights = profile.model.parameters * DTYPE_BYTES.get(profile.model.dtype, 4) / GIB
     return Memory(weights, _pool_gib(source), profile.engine.parallelism * gpu.memory_gib)
@@ -77,7 +77,7 @@ def _pool_gib(source: ProfiledEngine) -> float:
 
 def _on_vllm(source: ProfiledEngine) -> bool:
     """Whether the pool is one of vLLM's own, measured with this model."""
-    return source.measured_there and not source.model_given
+    return source.measured_there and not source.another_model
 
 
 def _blocks_known(source: ProfiledEngine) -> bool:
@@ -150,28 +150,6 @@ def _steps_in_turn(source: ProfiledEngine) -> str:
     )
 
 
-def _enough_tokens(written: Written) -> str:
-    tokens, sequences = written["max-num-batched-tokens"], written["max-num-seqs"]
-    return _at_least("max-num-batched-tokens", tokens, "max-num-seqs", sequences)
-
-
-def _whole_prompts(written: Written) -> str:
-    if written.get("enable-chunked-prefill") is True:
-        return ""
-    tokens, longest = written["max-num-batched-tokens"], written["max-model-len"]
-    return _at_least("max-num-batched-tokens", tokens, "max-model-len without chunked prefill", longest)
-
-
-def _threshold_in_reach(written: Written) -> str:
-    threshold = written.get("long-prefill-token-threshold", 0)
-    return _at_least("max-model-len", written["max-model-len"], "long-prefill-token-threshold", threshold)
-
-
-def _at_least(name: str, value: object, other: str, least: object) -> str:
-    assert isinstance(value, int) and isinstance(least, int)
-    return f"{name} is {value}; it must be at least {least} ({other})" if value < least else ""
-
-
 VLLM = ExportTarget(
     name="vllm",
     title="vLLM",
@@ -203,10 +181,8 @@ VLLM = ExportTarget(
         "model": Row(
             Fit.EXACT, ("model",), lambda s: {} if s.model is None else {"model": s.model}, about=_about_model
         ),
-        "max_model_len": Row(
-            Fit.EXACT, ("max-model-len",), lambda s: {"max-model-len": s.max_model_len}, about=_about_length
-        ),
-        "dtype": same("dtype", lambda s: s.profile.model.dtype),
+        "max_model_len": of_model("max-model-len", lambda s: s.max_model_len, _about_length),
+        "dtype": of_model("dtype", lambda s: s.profile.model.dtype),
         "kv_cache_dtype": same("kv-cache-dtype", lambda s: s.profile.model.kv_cache_dtype),  # in its own words
         "kv_pool": Row(
             Fit.APPROXIMATE,
@@ -222,7 +198,7 @@ VLLM = ExportTarget(
         "prefix_cache": Row(Fit.EXACT, ("enable-prefix-caching", "no-enable-prefix-caching"), _prefixes),
         "parallelism": same("tensor-parallel-size", lambda s: s.profile.engine.parallelism),
     },
-    constraints=(_enough_tokens, _whole_prompts, _threshold_in_reach, known_dtype),
+    constraints=(known_dtype,),
     render=yaml_file,
     command=lambda model, path: (
         f"vllm serve {'MODEL' if model is None else shlex.quote(model)} --config {shlex.quote(path)}"

@@ -163,6 +163,25 @@ def test_an_slo_without_a_target_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.beside
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("classify_images.py", ("--images", "0"), "--images is 0; it must be above 0"),
+        ("control_engine.py", ("--rate", "0"), "--rate is 0.0; it must be above 0"),
+        ("control_engine.py", ("--seconds", "nan"), "--seconds is nan; it must be above 0"),
+        ("rate_limited_api.py", ("--rate", "-1"), "--rate is -1.0; it must be above 0"),
+        ("recommend.py", ("--people", "0"), "--people is 0; it must be above 0"),
+        ("simulate_engine.py", ("--rate", "inf"), "--rate is inf; it must be above 0"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(name: str, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    done = run(str(ROOT / "examples" / name), *words, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f"error: {says}\n") and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.beside
 def test_recommend(tmp_path: Path) -> None:
     done = example("recommend.py", "--people", "120", *PATIENT, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -32,10 +32,12 @@ from autotune.control.decision_log import read_decisions
 from autotune.engines.vllm import Scheduler
 from autotune.engines.vllm.scheduler import REJECTED, picked, unfit
 from autotune.engines.vllm.steering import Steering
+from autotune.profile import load_profile, save_profile
 from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
 from runtime.llm.admission import AdmissionPolicy
 from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.slo import RequestClass
 from tests.fakes import Records
 from tests.integration.llama_folder import weightless_folder
 from tests.vllm_fakes import BLOCK, CountingExecutor
@@ -356,7 +358,7 @@ def test_what_one_http_request_asks_for_is_rejected_as_a_whole(serve: Callable[.
         served.run()
     steering = served.scheduler.steering
     assert [r.reason for r in records.requests] == [FinishReason.REJECTED] * 4
-    assert not steering._by_name and not steering._families._members and not steering._families.doomed
+    assert not steering._by_name and not steering._families._of and not steering._families.doomed
 
 
 def test_who_wants_log_probabilities_of_the_prompt_is_relegated(serve: Callable[..., Served]) -> None:
@@ -551,6 +553,10 @@ def test_else_vllm_runs_untouched(
         ({**SLO, "classes": ["chat"]}, "autotune: classes is 'chat'; it must be NAME:SLO"),
         ({**SLO, "controller": "magic"}, "autotune: .*magic"),
         ({**SLO, "profile": "nowhere.yaml"}, r"autotune: .*nowhere\.yaml"),
+        (
+            {"slo": "tpot=1s", "reject_late": True},
+            "autotune: reject_late is on, but nothing is late by slo tpot=1000ms@99%",
+        ),
         ({**SLO, "log": "/nowhere/d.jsonl"}, "autotune: log: /nowhere/d.jsonl cannot be written"),
         ({**SLO, "metrics": "/nowhere/a.prom"}, "autotune: metrics is '/nowhere/a.prom', which cannot be written"),
         ({**SLO, "pinned": {"budget": 3}}, "autotune: .*budget"),
@@ -571,6 +577,16 @@ def test_it_starts_from_a_profile(serve: Callable[..., Served]) -> None:
     assert served.engine.slos["default"].ttft_ms and served.engine.knobs.token_budget <= 256
     served.add(20, 3)
     assert len(served.run()) == 1
+
+
+def test_classes_are_those_of_a_profile_whose_slo_counts(serve: Callable[..., Served], tmp_path: Path) -> None:
+    measured = load_profile(Path(__file__).parents[2] / "profiles" / "cpu-2core-tiny.yaml")
+    chat = RequestClass("chat", measured.slo, 2.0)
+    save_profile(measured.model_copy(update={"classes": (chat,)}), tmp_path / "p.yaml")
+    with pytest.warns(UserWarning, match="the controller starts from its knobs"):
+        served = serve({"profile": str(tmp_path / "p.yaml")})
+        assert served.engine.slos == {"default": measured.slo, "chat": measured.slo}
+        assert set(serve({**SLO, "profile": str(tmp_path / "p.yaml")}).engine.slos) == {"default"}
 
 
 def test_a_wait_window_sleeps(serve: Callable[..., Served]) -> None:

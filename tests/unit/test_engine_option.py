@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
+import torch
 
 from autotune.cli.main import run
 from autotune.cli.options import engine_of, profiled
@@ -22,6 +23,7 @@ from autotune.cli.target import model_facts
 from autotune.engines.named import check_engine, load, named
 from autotune.engines.own import OwnSource
 from autotune.engines.vllm import named as vllm_named
+from autotune.engines.vllm.model import model_of
 from autotune.engines.vllm.named import NamedVllm
 from autotune.profile import save_profile
 from autotune.profile.fingerprint import machine, measured_on_another
@@ -262,6 +264,10 @@ def test_ceilings_are_as_wide_as_the_search_and_the_defaults_are_its_own(vllm: M
         ("gpu_memory_utilization=0.8", 0.8),
         ("cudagraph_capture_sizes=[1, 2]", [1, 2]),
         ("revision=null", None),
+        ("revision=!!bool maybe", "!!bool maybe"),
+        ("revision=!!int ''", "!!int ''"),
+        ("revision=!!set {a, b}", "!!set {a, b}"),
+        ("cudagraph_capture_sizes=[2026-01-01]", ["2026-01-01"]),
     ],
 )
 def test_what_is_no_number_list_or_mapping_stays_text(argument: str, value: object, vllm: ModuleType) -> None:
@@ -326,6 +332,43 @@ def test_the_pool_is_given_in_blocks_and_one_that_stands_for_none(
     assert source.default_kv_tokens() is None
     source.with_kv_tokens(12_800).start()
     assert "kv_cache_memory_bytes" not in starts.calls[1][1] and starts.calls[1][1]["num_gpu_blocks_override"] == 101
+
+
+@pytest.mark.parametrize(
+    ("stored", "size"),
+    [
+        ("auto", 4),
+        ("bfloat16", 2),
+        ("float16", 2),
+        ("fp8", 1),
+        ("fp8_e5m2", 1),
+        ("int8_per_token_head", 1),
+        ("nvfp4", 0),
+        ("turboquant_k8v4", 0),
+        ("int4_per_token_head", 0),
+    ],
+)
+def test_what_a_token_takes_follows_from_the_type_of_the_kv_cache(stored: str, size: int) -> None:
+    """0: that is not known here."""
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_hidden_layers=3), get_num_kv_heads=lambda parallel: 2, is_hybrid=False, use_mla=False,
+        get_head_size=lambda: 8, dtype=torch.float32, model="m", get_vocab_size=lambda: 9, max_model_len=64, architectures=["A"],
+    )  # fmt: skip
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype=stored),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        load_config=SimpleNamespace(load_format="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    assert model_of(config).kv_bytes_per_token == 2 * 3 * 2 * 8 * size
+
+
+def test_a_pool_of_which_nobody_knows_what_a_token_takes_is_vllms_own(starts: type[Started]) -> None:
+    source = replace(loaded(), model=replace(MODEL, kv_bytes_per_token=0))
+    assert source.default_kv_tokens() is None
+    source.with_kv_tokens(12_800).start()
+    assert "kv_cache_memory_bytes" not in starts.calls[0][1]
 
 
 def test_a_pool_that_holds_less_in_several_groups_is_started_anew_with_what_holds_it(starts: type[Started]) -> None:

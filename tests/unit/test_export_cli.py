@@ -180,6 +180,29 @@ def test_diff_says_what_would_change_in_a_file_and_writes_nothing(
     assert capsys.readouterr().out.endswith("vllm.yaml has all of these settings already\n")
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("2026-01-01", '"2026-01-01"'),
+        ("2026-01-01 10:00:00", '"2026-01-01 10:00:00"'),
+        ("[2026-01-01, {2026-01-02: 1}]", '["2026-01-01", {"2026-01-02": 1}]'),
+    ],
+)
+def test_a_date_in_a_file_to_compare_is_text(
+    folder: Path, written: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "old.yaml").write_text(f"dtype: {written}\n")
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--diff", "old.yaml"]) == 0
+    assert f'dtype: {shown} → "bfloat16"\n' in capsys.readouterr().out
+
+
+def test_diff_of_a_lossy_setting_says_what_is_dropped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "old.yaml").write_text("max-num-seqs: 256\n", encoding="utf-8")
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--for", "throughput", "--diff", "old.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "max_wait_ms 5 ms is dropped: vLLM has no such setting" in shown and "max-num-seqs: 256 → 64\n" in shown
+
+
 def test_diff_says_what_would_be_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", "h200-llama8b.yaml", "--to", "vllm"]) == 0
     more = "num_gpu_blocks_override: 64\nlong-prefill-token-threshold: null\nport: 8000\n"
@@ -200,6 +223,11 @@ def test_diff_says_what_would_be_removed(folder: Path, capsys: pytest.CaptureFix
         ("revision: 2026-02-30\n", [], "--diff: old.yaml is not valid YAML: "),
         ("x: !!timestamp y\n", [], "--diff: old.yaml is not valid YAML: "),
         ("[" * 2000, [], "--diff: old.yaml is not valid YAML: "),
+        ("x: !!bool maybe\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("x: !!int ''\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("dtype: !!binary eA==\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("dtype: !!set {a, b}\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("dtype: &a [*a]\n", [], "--diff: old.yaml is not valid YAML: "),
         ("- a\n", [], "--diff: old.yaml is no configuration of vLLM: it holds no names and values"),
         ("a: 1\n", ["--out", "b.yaml"], "--out is b.yaml; with --diff nothing is written"),
     ],

@@ -49,6 +49,29 @@ def test_everything_sglang_gets() -> None:
     assert shape.command(Path("x.yaml")) == "python -m sglang.launch_server --model-path MODEL --config x.yaml"
 
 
+@pytest.mark.parametrize(
+    ("to", "keys"),
+    [
+        ("vllm", {"max-model-len", "dtype"}),
+        ("sglang", {"context-length", "dtype"}),
+        ("tensorrt-llm", {"max_seq_len", "dtype"}),
+    ],
+)
+def test_length_and_dtype_are_left_to_another_model(to: str, keys: set[str], tmp_path: Path) -> None:
+    """One that the user names now, or later: both are of the model that was measured."""
+    for left, measured in (
+        (made(to, model="./other"), "llama-3.1-8b"),
+        (export_of(sample_model(name="tiny"), to), "tiny"),
+    ):
+        assert not keys & left.written.keys()
+        said = f"left to the model (what was measured is that of {measured})"
+        assert f"max_model_len, dtype: {said}" in left.reports
+        assert said in " ".join(left.text(Path("x.yaml")).replace("\n#", " ").split())
+        (tmp_path / "x.yaml").write_text("".join(f"{key}: 7\n" for key in keys))
+        assert not keys & left.changes_to(tmp_path / "x.yaml").keys(), "the user's word stands"
+    assert keys <= made(to).written.keys()
+
+
 def test_sglang_does_not_mix_steps_while_it_drafts() -> None:
     export = made("sglang", KNOBS.with_(draft_tokens=5))
     assert export.written["enable-mixed-chunk"] is False

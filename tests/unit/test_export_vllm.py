@@ -211,6 +211,18 @@ def test_another_model_than_the_one_measured_has_another_pool() -> None:
     assert next(e.fit for e in export.entries if e.name == "kv_pool") is Fit.APPROXIMATE
 
 
+@pytest.mark.parametrize("given", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
+def test_the_measured_model_may_be_named(given: str) -> None:
+    assert made(model_given=given).written == made().written | {"model": given}
+    assert not any("exported for" in line for line in made(model_given=given).warnings)
+
+
+def test_a_chunk_may_cut_prompts_of_a_longer_model() -> None:
+    knobs = Knobs(max_batch_size=8, token_budget=8192, chunk_size=4096)
+    export = made(knobs, model=sample_model(max_model_len=4096), model_given="./longer")
+    assert export.written["long-prefill-token-threshold"] == 4096
+
+
 def test_it_says_on_whose_engine_the_figures_were_measured() -> None:
     for engine, said in (
         ({}, "this project's own engine (autotune-runtime 0.1.0)"),
@@ -232,33 +244,11 @@ def test_the_prefix_cache_is_switched_off_by_the_negated_flag() -> None:
     assert written["no-enable-prefix-caching"] is True and "enable-prefix-caching" not in written
 
 
-@pytest.mark.parametrize(
-    ("written", "complaint"),
-    [
-        ({"max-num-seqs": 17}, "max-num-batched-tokens is 16; it must be at least 17 (max-num-seqs)"),
-        ({"max-num-seqs": 16}, ""),
-        (
-            {"enable-chunked-prefill": False},
-            "max-num-batched-tokens is 16; it must be at least 32 (max-model-len without chunked prefill)",
-        ),
-        ({"enable-chunked-prefill": False, "max-model-len": 16}, ""),
-        (
-            {"long-prefill-token-threshold": 33},
-            "max-model-len is 32; it must be at least 33 (long-prefill-token-threshold)",
-        ),
-        ({"long-prefill-token-threshold": 32}, ""),
-        ({"dtype": "int8"}, "dtype is int8; it must be one of float32, bfloat16, float16"),
-    ],
-)
-def test_what_vllm_refuses_is_found_before(written: dict[str, Any], complaint: str) -> None:
-    base = {"max-num-seqs": 4, "max-num-batched-tokens": 16, "max-model-len": 32, "dtype": "float16"}
-    settings = base | {"enable-chunked-prefill": True} | written
-    assert [text for check in VLLM.constraints if (text := check(settings))] == ([complaint] if complaint else [])
-
-
 def test_a_profile_vllm_cannot_take_is_refused() -> None:
-    with pytest.raises(InputError, match="vLLM would refuse this: dtype is int8"):
+    with pytest.raises(InputError) as caught:
         made(model=sample_model(dtype="int8"))
+    assert str(caught.value) == "vLLM would refuse this: dtype is int8; it must be one of float32, bfloat16, float16"
+    assert made(model=sample_model(dtype="int8"), model_given="./other").written
 
 
 def test_the_model_is_the_published_one_of_a_presets_shape() -> None:

@@ -41,7 +41,7 @@ BEHIND_THE_SEAM = {
 } - {f"autotune.engines.{name}" for name in (*SEAM, "__init__")}
 NAMES = {*_ENGINES, *(row.in_facts for row in _ENGINES.values())}
 """What engines are called on the command line, in facts and in profiles."""
-LEAVES = {"writing"}
+LEAVES = {"reading", "writing"}
 """Modules of ``autotune`` that stand in no room: they import nothing of ours but ``runtime.errors``."""
 SEEN_BY_LEAVES = ("runtime.errors",)
 DEVICES = "runtime.torch_backend"
@@ -179,7 +179,7 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         ),
         ("autotune.measure.score", "class A:\n    import torch", FREE_OF_TORCH.format("torch")),
         ("runtime.llm.engine", "from runtime import torch_backend", "must be imported late"),
-        ("runtime.llm.engine", "from ..torch_backend import build", "must be imported late"),
+        ("runtime.llm.engine", "from ..torch_backend import loading", "must be imported late"),
         ("autotune.measure.evaluate", "def f():\n    import runtime.torch_backend.executor", "only autotune/engines"),
         ("autotune.cli.serve", "def f():\n    from runtime.torch_backend import loading", "only autotune/engines"),
         ("runtime.torch_backend.cpu.linear", "from ..cuda import norm", "imports what is of another, cuda"),
@@ -230,11 +230,11 @@ def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str)
     ("module", "source"),
     [
         ("runtime.torch_backend.executor", "import torch\nfrom transformers import AutoModel"),
-        ("runtime.llm.engine", "def f():\n    from runtime.torch_backend import build\n    import torch"),
+        ("runtime.llm.engine", "def f():\n    from runtime.torch_backend import loading\n    import torch"),
         ("runtime.llm.engine", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         (
             "autotune.engines.own",
-            "def f():\n    from runtime.torch_backend import build\n    from runtime import Engine",
+            "def f():\n    from runtime.torch_backend import loading\n    from runtime import Engine",
         ),
         ("autotune.profiling.callable", "from runtime.batching.core import BatchCore"),
         ("autotune.engines.named", "def f(name):\n    return name == 'own'"),

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -16,9 +16,10 @@ from typing import Any, Self
 import pytest
 
 from autotune.cli.main import run
+from autotune.engines.named import ToServe
 from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
-from autotune.engines.vllm.families import family_of
+from autotune.engines.vllm.families import Families, Place, Refusal, place_of
 from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.requests import finish_reason
 from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler, unfit_version
@@ -29,11 +30,12 @@ from autotune.profile import Profile, save_profile
 from autotune.profile.serving import prefill_rate
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
-from runtime.knobs import KnobLimits
+from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.slack import SlackTracker
 from runtime.records import SLO_REASON, FinishReason
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.slo import SLO, RequestClass
 from tests.unit.profiles import profile
 from tests.unit.simulated_profile import TARGET, profiled
 
@@ -111,6 +113,49 @@ def test_what_is_late_is_computed_rejected_or_relegated() -> None:
     assert Options.read({"AUTOTUNE_RELEGATE_LATE": "1"}, None).admission() == AdmissionPolicy(late="relegate")
     with pytest.raises(InputError, match="AUTOTUNE_RELEGATE_LATE is 'later'; it must be one of 1, true"):
         Options.read({"AUTOTUNE_RELEGATE_LATE": "later"}, None)
+
+
+CHAT = RequestClass("chat", SLO(ttft_ms=300), 2.0)
+
+
+@pytest.fixture
+def of_classes(tmp_path: Path) -> str:
+    """A profile that was made for request classes."""
+    save_profile(profile().model_copy(update={"classes": (CHAT,)}), tmp_path / "p.yaml")
+    return str(tmp_path / "p.yaml")
+
+
+def test_without_an_slo_that_and_the_classes_are_the_profile_s(of_classes: str) -> None:
+    found = Options.read({"AUTOTUNE_PROFILE": of_classes}, None).settled()
+    assert (found.target(), found.request_classes()) == (profile().slo, [CHAT])
+    given = Options(slo="ttft=1s", profile=of_classes)
+    assert given.settled() == given, "its classes go with its SLO"
+    named = Options(profile=of_classes, classes=("batch:ttft=5s",)).settled()
+    assert (named.target(), named.classes) == (profile().slo, ("batch:ttft=5s",))
+    shipped = Options(profile="cpu-2core-tiny").settled()
+    assert shipped.target() is not None and not shipped.classes
+    for path in ("nowhere.yaml", "n" * 300):
+        with pytest.raises(InputError, match=f"^autotune: {path}: cannot be read"):
+            Options(profile=path).settled()
+
+
+def test_a_profile_without_an_slo_of_its_own_gives_none(tmp_path: Path) -> None:
+    save_profile(profile().model_copy(update={"objective": "mean-e2e"}), tmp_path / "p.yaml")
+    assert Options(profile=str(tmp_path / "p.yaml")).settled().target() is None
+
+
+@pytest.mark.parametrize("late", ["reject_late", "relegate_late"])
+def test_nothing_is_late_without_a_target_for_the_first_token(late: str, tmp_path: Path) -> None:
+    """As ``autotune serve`` has it; the SLO may be the profile's."""
+    save_profile(profile().model_copy(update={"slo": SLO(tpot_ms=50)}), tmp_path / "p.yaml")
+    for options in (Options(slo="tpot=50ms"), Options(profile=str(tmp_path / "p.yaml"))):
+        assert options.settled().target() == SLO(tpot_ms=50)
+        with pytest.raises(InputError) as caught:
+            replace(options, **{late: True}).settled()  # type: ignore[arg-type]  # one of two names
+        assert str(caught.value) == (
+            f"autotune: {late} is on, but nothing is late by slo tpot=50ms@99%; it must have a TTFT or E2E target, as ttft=500ms"
+        )
+        assert replace(options, slo="e2e=5s,tpot=50ms", **{late: True}).settled()  # type: ignore[arg-type]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------
@@ -294,6 +339,19 @@ def test_versions_that_cannot_be_steered_are_refused_by_name(version: str, why: 
             ("./m", "--engine", "vllm", "--slo", "ttft=1s", "--max-queue", "4096"),
             "--max-queue does not go with",
         ),  # its default
+        (
+            ("./m", "--engine", "vllm", "--slo", "ttft=1s", "--draft-tokens", "3"),
+            "--draft-tokens is 3; vLLM has no such knob. An option of its own goes after --, and with it vLLM is not tuned: "
+            "-- --speculative-config '{",
+        ),
+        (
+            ("./m", "--engine", "vllm", "--slo", "ttft=1s", "--no-control", "--draft-tokens", "0"),
+            "--draft-tokens is 0; vLLM has no such knob",
+        ),
+        (
+            ("./m", "--engine", "vllm", "--slo", "ttft=1s", "--grace", "inf"),
+            "--grace is inf; it must be a number from 0 to 86400",
+        ),
         (("./m", "--slo", "ttft=1s", "--", "--swap-space", "4"), "--swap-space 4 is of vLLM's options; they go with"),
         (("./m", "--engine", "sglang"), "--engine is sglang; it must be own or vllm"),
         (
@@ -434,6 +492,106 @@ def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran,
     assert words[words.index("--dtype") + 1] == measured.model.dtype and "--kv-cache-dtype" not in words
     last = ["--enforce-eager", "--no-enable-prefix-caching", "--load-format", "dummy"]
     assert words[-4:] == last if name == "vllm" else not {*words} & {*last}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("yes", ["--it"]),
+        ("Off", ["--no-it"]),
+        ("[1, 2.5, x]", ["--it", "1", "2.5", "x"]),
+        ('{"mode": 3, "on": true}', ["--it", '{"mode": 3, "on": true}']),
+        ("{mode: [a]}", ["--it", '{"mode": ["a"]}']),
+        ("[{a: 1}, true]", ["--it", '{"a": 1}', "true"]),
+        ("null", []),
+        ("0.80", ["--it", "0.8"]),
+        ("'7'", ["--it", "7"]),
+        ("2026-01-01", ["--it", "2026-01-01"]),
+        ("!!int ''", ["--it", "!!int ''"]),
+        ("a b", ["--it", "a b"]),
+    ],
+)
+def test_a_profile_s_argument_is_given_as_it_was_when_it_was_made(text: str, words: list[str]) -> None:
+    assert command.as_options({"it": text}) == words
+
+
+def of_vllm(folder: Path, **options: str) -> list[str]:
+    """The words that serve a profile which was made with these arguments."""
+    measured = named_on_the_hub(profile())
+    engine = measured.engine.model_copy(update={"name": "vllm", "options": options})
+    save_profile(measured.model_copy(update={"engine": engine}), folder / "p.yaml")
+    return ["serve", "--engine", "vllm", "--profile", str(folder / "p.yaml"), "--anyway"]
+
+
+@pytest.mark.parametrize(
+    ("option", "knob", "more"),
+    [
+        ("max_num_batched_tokens", "token-budget", ["--max-num-batched-tokens", "8192"]),
+        ("max_num_scheduled_tokens", "chunk-size", ["--max_num_scheduled_tokens=8192"]),
+        ("max_num_seqs", "max-batch-size", ["--max-num-seqs=8192"]),
+        ("max_num_active_seqs", "max-batch-size", ["--max-num-active-seqs", "8192"]),
+    ],
+)
+def test_a_knob_above_a_ceiling_that_the_profile_brings_is_refused(
+    option: str, knob: str, more: list[str], ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before vLLM has loaded the model."""
+    words = of_vllm(tmp_path, **{option: "2048"})
+    assert run([*words, f"--{knob}", "4096"]) == 2 and not ran
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: --{knob} is 4096; it must be at most 2048: the profile was measured with {option}=2048. "
+        f"Another ceiling goes after --, as -- --{option.replace('_', '-')} 4096"
+    )
+    for allowed in ([f"--{knob}", "2048"], [f"--{knob}", "4096", "--", *more], [f"--{knob}", "4096", "--no-control"]):
+        with pytest.raises(SystemExit):
+            run([*words, *allowed])
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize(
+    ("knobs", "dropped"),
+    [
+        (Knobs(max_wait_ms=5, draft_tokens=3), "max_wait_ms=5 and draft_tokens=3 are dropped"),
+        (Knobs(max_wait_ms=2.5), "max_wait_ms=2.5 is dropped"),
+        (Knobs(), None),
+    ],
+)
+def test_what_a_profile_has_and_vllm_alone_has_not_is_named(
+    knobs: Knobs, dropped: str | None, ran: Ran, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (Path("p.yaml"), None):
+        requested = ToServe(
+            model="./m", slo=None, knobs=knobs, limits=KnobLimits(), max_queue=1, host="127.0.0.1", port=1, grace_s=1.0,
+            controlled=False, profile=path,
+        )  # fmt: skip
+        with pytest.raises(SystemExit):
+            command.serve(requested)
+        notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert notes == ([f"note: p.yaml: {dropped}: vLLM has no such thing of its own"] if dropped and path else [])
+
+
+def test_without_a_controller_no_slo_is_needed(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["serve", "./m", "--engine", "vllm", "--no-control"])
+    ((_, _, environment),) = ran
+    assert environment == {"AUTOTUNE_OFF": "1"}
+
+
+def test_the_shell_says_only_what_the_command_line_cannot(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLO", "PROFILE", "CLASSES", "CONTROLLER", "LOG", "REJECT_LATE", "RELEGATE_LATE", "OFF", "PINNED"):
+        monkeypatch.setenv(f"AUTOTUNE_{name}", "1")
+    monkeypatch.setenv("AUTOTUNE_METRICS", "/a b.prom")
+    monkeypatch.setenv("AUTOTUNE_BASE", "")
+    monkeypatch.setenv("AUTOTUNE_VLLM_PYTHON", "x")
+    with pytest.raises(SystemExit):
+        run([*SLO_])
+    ((_, _, environment),) = ran
+    ours = {"AUTOTUNE_SLO": "ttft=500ms@99%", "AUTOTUNE_METRICS": "/a b.prom"}
+    assert environment == ours | {"AUTOTUNE_VLLM_PYTHON": "x"}
+    printed = capsys.readouterr().err
+    assert "AUTOTUNE_METRICS='/a b.prom'" in printed and printed.count(" AUTOTUNE_") == 1
 
 
 def test_an_option_takes_the_place_of_a_profile_s_argument(ran: Ran, tmp_path: Path) -> None:
@@ -822,6 +980,36 @@ def test_who_asks_for_an_answer_in_the_background_is_never_rejected(path: str, b
     assert Steering._relegates(rejects, sequence, Verdict(SLO_REASON, "late", 1.0)) is spared
 
 
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_a_request_that_comes_in_parts_is_looked_at_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bytes] = []
+
+    def look(body: bytes) -> bool:
+        looks.append(body)
+        return True
+
+    monkeypatch.setattr("autotune.engines.vllm.middleware._in_background", look)
+    body = b'{"input": "x", "background": true}'
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+
+    class InParts(Client):
+        async def _receive(self) -> Any:
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            assert not looks
+        for _ in range(2):
+            async for _ in scope["app"].state.engine_client.generate("", params(), "1"):
+                pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    engine = FakeEngine([LAST], [LAST])
+    asyncio.run(InParts(app, engine, "/v1/responses").ask())
+    assert looks == [body] and [given.extra_args for given in engine.given] == [{"never_rejected": True}] * 2
+
+
 @pytest.mark.parametrize("app", [whole, streamed])
 def test_outputs_that_are_not_understood_are_vllms_to_answer(app: Any, caplog: pytest.LogCaptureFixture) -> None:
     unknown = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5])])
@@ -873,21 +1061,81 @@ def test_what_vllm_calls_the_end_of_a_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"),
+    ("name", "place"),
     [
-        ("cmpl-88ad6f58f2d8f3b3-0-1a2b3c4d", "cmpl-88ad6f58f2d8f3b3"),
-        ("cmpl-88ad6f58f2d8f3b3-12-1a2b3c4d", "cmpl-88ad6f58f2d8f3b3"),
-        ("3_cmpl-88ad6f58f2d8f3b3-1-1a2b3c4d", "cmpl-88ad6f58f2d8f3b3"),
-        ("1_chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d", "chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d"),
-        ("0_cmpl-mine-0-1a2b3c4d", "cmpl-mine-0-1a2b3c4d"),
+        ("cmpl-88ad6f58f2d8f3b3-0-1a2b3c4d", ("cmpl-88ad6f58f2d8f3b3", "0", "1a2b3c4d")),
+        ("cmpl-88ad6f58f2d8f3b3-12-1a2b3c4d", ("cmpl-88ad6f58f2d8f3b3", "12", "1a2b3c4d")),
+        ("3_cmpl-88ad6f58f2d8f3b3-1-1a2b3c4d", ("cmpl-88ad6f58f2d8f3b3", "1", "1a2b3c4d")),
+        ("1_chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d", ("chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d",)),
+        ("0_cmpl-mine-0-1a2b3c4d", ("cmpl-mine-0-1a2b3c4d",)),
         ("cmpl-mine-0-1a2b3c4d", None),  # a client may give two requests one id
         ("chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d", None),
         ("17", None),
         ("#1", None),
     ],
 )
-def test_requests_that_one_http_request_stands_for_are_known_by_their_ids(name: str, family: str | None) -> None:
-    assert family_of(name) == family
+def test_requests_that_one_http_request_stands_for_are_known_by_their_ids(
+    name: str, place: tuple[str, ...] | None
+) -> None:
+    assert place_of(name) == (place and Place(*place))
+
+
+class Arrivals:
+    """Requests under ids of which a client chose the part that looks like one of vLLM's own."""
+
+    def __init__(self) -> None:
+        self.families, self.known = Families(), dict[str, Sequence]()
+
+    def join(self, number: str, now: float) -> str:
+        """``number``: of the prompt, and what vLLM has drawn for it."""
+        answer, underscore, number = number.rpartition("_")
+        name = f"{answer}{underscore}cmpl-{'a' * 32}-{number}"
+        self.known[name] = Sequence(Request(name, (), SamplingParams(), 1, now))
+        self.families.joined(name, self.known[name], now)
+        return name
+
+    def refuse(self, name: str, now: float) -> set[str]:
+        """Who is doomed by it."""
+        self.families.refuse(self.known[name], Refusal("slo", "late", None), now)
+        self.families.left(self.known[name])
+        return self.doomed()
+
+    def doomed(self) -> set[str]:
+        return {sequence.request.id for sequence, _ in self.families.take_doomed()}
+
+
+def test_an_id_that_is_tried_again_is_another_http_request() -> None:
+    """Whatever became of the first; of which all is rejected that comes soon."""
+    seen = Arrivals()
+    first = seen.join("0-00000001", 0.0)
+    assert seen.refuse(first, 0.0) == set()
+    assert seen.join("1-00000002", 0.2) in seen.doomed()
+    for again in ("0-00000003", "1_0-00000004"):  # at once, and with other parameters
+        seen.join(again, 0.3)
+        assert seen.doomed() == set()
+    seen.join("1-00000005", 0.4)
+    assert seen.doomed() == set(), "of the second"
+
+
+def test_a_refusal_is_forgotten_soon() -> None:
+    seen = Arrivals()
+    seen.refuse(seen.join("0-00000001", 0.0), 5.0)
+    assert seen.join("1-00000002", 5.9) in seen.doomed(), "vLLM was in the middle of a step"
+    seen.join("2-00000003", 7.0)
+    assert seen.doomed() == set()
+    seen.refuse(seen.join("0-00000004", 9.0), 9.0)
+    for one in seen.known.values():
+        seen.families.left(one)
+    assert not seen.families._of and len(seen.families._newest) == 1, "that of now"
+
+
+def test_of_two_http_requests_with_one_id_the_other_goes_on() -> None:
+    """As those of one trace have it: only what came with the rejected one is rejected with it."""
+    seen = Arrivals()
+    old = [seen.join(number, 0.0) for number in ("0-00000001", "1-00000002", "2-00000003")]
+    new = [seen.join(number, 0.5) for number in ("0_0-00000004", "1_0-00000004", "0_1-00000005", "1_1-00000005")]
+    assert seen.refuse(new[1], 4.0) == {new[0], new[2], new[3]}
+    assert seen.refuse(old[0], 4.1) == {*old[1:]}
 
 
 def test_another_thread_looks_again_where_something_changed_and_puts_nothing_in_order() -> None:

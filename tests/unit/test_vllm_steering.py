@@ -238,3 +238,59 @@ def test_who_is_late_goes_behind_in_whichever_queue_it_waits(queue: str) -> None
     steering._late(steering._admission, sequence, LATE, 0.0)
     assert getattr(world.scheduler, queue) == [other, late] and late.priority == sequence.key > 1e11
     assert sum(len(getattr(world.scheduler, name)) for name in QUEUES) == 2
+
+
+def test_who_comes_too_late_is_queued_behind_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks through vLLM's queue for it."""
+    world = World(slos={"default": SLO(ttft_ms=100)})
+    world.steering.set_admission(AdmissionPolicy(late="relegate"))
+    world.add(Theirs("first", 30))
+    monkeypatch.setattr(world.steering._admission, "arrive", lambda *about: LATE)
+    monkeypatch.delattr(Queue, "remove_requests")
+    late = world.add(Theirs("late", 40))
+    assert late.was_relegated and late.data.priority == late.key > 1e11
+    assert (world.steering.waiting.relegated_tokens, world.steering.refusal) == (40, None)
+    world.steering.waiting.check_integrity()
+    assert [one.request_id for one in world.scheduler.waiting] == ["first", "late"]
+
+
+def test_who_comes_too_late_for_good_is_ended_once_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(slos={"default": SLO(ttft_ms=100)})
+    steering = world.steering
+    steering.set_admission(AdmissionPolicy(late="reject"))
+    monkeypatch.setattr(steering._admission, "arrive", lambda *about: LATE)
+    request = Theirs("late", 40)
+    steering.adding(request)
+    assert list(steering._by_name) == ["late"] and not steering.ended
+    steering.added()
+    assert not steering._by_name and steering.refusal == LATE
+    assert [(s.request.id, record.cause) for s, record in steering.ended] == [("late", SLO_REASON)]
+
+
+def test_an_id_that_was_rejected_may_be_tried_again() -> None:
+    """As by a client that gives the same ``X-Request-Id``."""
+    world, mine = World(), "cmpl-0af7651916cd43dd8448eb211c80319c-0-"
+    world.steering.set_admission(AdmissionPolicy(late="reject", queue_timeout=None))
+    world.steering.reject(world.add(Theirs(f"{mine}00000001", 30)), SLO_REASON, world.clock.now())
+    world.scheduler.waiting.clear()
+    again = world.add(Theirs(f"{mine}00000002", 30))
+    assert again.state == "waiting" and world.step() == [again.request.id]
+
+
+def test_a_class_that_nobody_has_set_up_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(slos={"default": SLO(ttft_ms=100), "chat": SLO(ttft_ms=50)})
+    for number, name in enumerate(["chat", "default", "chatt", "chatt", *map(str, range(40)), "x\n" * 500]):
+        request = Theirs(str(number), 30)
+        request.sampling_params.extra_args = {"request_class": name}
+        with caplog.at_level("WARNING", logger="vllm.autotune"):
+            assert world.add(request).request.request_class == name
+    assert caplog.messages[0] == (
+        "request_class is 'chatt'; it must be one of default, chat: such requests go by the common SLO"
+    )
+    assert len(caplog.messages) == 20 and all(len(line) < 250 for line in caplog.messages)
+    caplog.clear()
+    without = World(slos={"default": SLO(ttft_ms=100)})
+    request = Theirs("a", 30)
+    request.sampling_params.extra_args = {"request_class": "chatt"}
+    without.add(request)
+    assert not caplog.messages, "there are none"

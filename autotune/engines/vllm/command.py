@@ -8,12 +8,12 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from autotune.engines.named import ToServe
-from autotune.engines.vllm.named import check_installed, check_model, installed_version
+from autotune.engines.vllm.named import argument_value, check_installed, check_model, installed_version
 from autotune.engines.vllm.scheduler import unfit_version
 from autotune.engines.vllm.serving import Options
 from runtime.errors import InputError
@@ -24,6 +24,8 @@ _SECRET: Final = ("--api-key", "--hf-token")
 _TO_RAY: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 """Which variables vLLM hands to actors of Ray. vLLM compiles anew when it changes: we name all of ours, set or not."""
 _OURS: Final = {field.name: f"AUTOTUNE_{field.name.upper()}" for field in fields(Options)}
+_NOT_OPTIONS: Final = ("metrics", "base")
+"""Those of our variables for which ``autotune serve`` has no option: what the shell says of them counts."""
 _LEAST_SLOTS: Final = 128
 _LEAST_TOKENS, _MOST_TOKENS = 2048, 16384
 """vLLM's default ceilings are no lower on any CPU or GPU, and no higher."""
@@ -32,6 +34,11 @@ _OF_THE_SETTING: Final = (
     "long_prefill_token_threshold_adaptive",
 )  # fmt: skip
 """Arguments that were ceilings while vLLM was measured: without a controller the setting takes their place."""
+_OF_TOKENS: Final = ("max_num_batched_tokens", "max_num_scheduled_tokens")
+_CEILINGS: Final = {
+    "max_batch_size": ("max_num_seqs", "max_num_active_seqs"), "token_budget": _OF_TOKENS, "chunk_size": _OF_TOKENS,
+}  # fmt: skip
+"""Which of them no value of a knob may exceed."""
 MIDDLEWARE: Final = "autotune.engines.vllm.RejectionStatus"
 
 
@@ -58,20 +65,17 @@ class ServeCommand:
             flags["--max-num-batched-tokens"] = self.limits.token_budget
         flags["--max-num-queued-tokens"] = self._queued_tokens()
         for flag, value in flags.items():
-            if value is not None and not self._overruled(flag):
+            if value is not None and not _is_among(flag, self.more):
                 words += [flag, str(value)]
         return [*words, *self.more]
 
     def environment(self) -> dict[str, str]:
         """``options`` as variables, which engine cores that are actors of Ray get, too. Not in ``--additional-config``: vLLM
         compiles anew for each other one."""
-        given = {name: value for name, value in asdict(self.options).items() if value not in (None, False, (), {})}
-        made = {_OURS[name]: _as_variable(value) for name, value in given.items()}
+        said = {variable: getattr(self.options, name) for name, variable in _OURS.items()}
+        made = {variable: _as_variable(value) for variable, value in said.items() if value not in (None, False, (), {})}
         others = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",") if name.strip()]
         return made | {_TO_RAY: ",".join(dict.fromkeys((*others, *_OURS.values())))}
-
-    def _overruled(self, flag: str) -> bool:
-        return any(word == flag or word.startswith(f"{flag}=") for word in self.more)
 
     def _queued_tokens(self) -> int | None:
         """Prompt tokens that fit into the TTFT target, for each of vLLM's API servers, which count their own. None where nothing
@@ -129,29 +133,43 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: ServeCommand) -> NoReturn:
-    """Print the command and become it: signals and the exit code are vLLM's own. Raises :class:`InputError`."""
+    """Print the command and become it: signals and the exit code are vLLM's own. Raises :class:`InputError`.
+
+    Of our variables the shell's own count where the command line has no option for them, and are printed too.
+    """
     arguments, environment = command.arguments(), command.environment()
     program = vllm_program()
+    inherited = dict(os.environ)
+    for name, variable in _OURS.items():
+        if (value := inherited.pop(variable, "")) and name in _NOT_OPTIONS:
+            environment.setdefault(variable, value)
     shown = [*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), "vllm"]
     print(*shown, shlex.join(_without_secrets(arguments)), file=sys.stderr, flush=True)
-    os.execve(program[0], [*program, *arguments], {**os.environ, **environment})
+    os.execve(program[0], [*program, *arguments], {**inherited, **environment})
 
 
 def serve(requested: ToServe) -> NoReturn:
     """Become the ``vllm serve`` that ``autotune serve`` was asked for. Raises :class:`InputError`."""
-    if requested.slo is None:
+    if requested.controlled and requested.slo is None:
         raise InputError("--engine vllm tunes vLLM to an SLO: add --slo ttft=500ms,tpot=50ms, or a --profile with one")
+    if "draft_tokens" in requested.pinned:
+        raise InputError(
+            f"--draft-tokens is {requested.pinned['draft_tokens']:g}; vLLM has no such knob. An option of its own goes after --, "
+            'and with it vLLM is not tuned: -- --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\''
+        )
     check_model(requested.model, field="MODEL", dummy="--load-format dummy after --")
     limits = None if requested.profile is None else requested.limits
     arguments = requested.arguments
-    if not requested.controlled:
+    if requested.controlled:
+        _check_ceilings(requested)
+    else:
         _no_controller(requested)
         arguments = {name: value for name, value in arguments.items() if name not in _OF_THE_SETTING}
     run(
         ServeCommand(
             requested.model,
             Options(
-                slo=str(requested.slo),
+                slo=None if requested.slo is None else str(requested.slo),
                 profile=None if requested.profile is None else str(requested.profile.resolve()),
                 classes=requested.classes,
                 controller=requested.controller,
@@ -192,18 +210,41 @@ def _room_for(pinned: Mapping[str, float]) -> dict[str, int | None]:
     }
 
 
+def _check_ceilings(requested: ToServe) -> None:
+    """Raise :class:`InputError` for a knob given by hand above a ceiling that vLLM gets from the profile."""
+    for knob, value in requested.pinned.items():
+        for name in _CEILINGS.get(knob, ()):
+            option, most = f"--{name.replace('_', '-')}", argument_value(requested.arguments.get(name, "null"))
+            if not isinstance(most, int) or value <= most or _is_among(option, requested.more):
+                continue
+            raise InputError(
+                f"--{knob.replace('_', '-')} is {value:g}; it must be at most {most}: the profile was measured with "
+                f"{name}={most}. Another ceiling goes after --, as -- {option} {value:g}"
+            )
+
+
+def _is_among(option: str, words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0].replace("_", "-") == option for word in words)
+
+
 def _no_controller(requested: ToServe) -> None:
-    """Raise :class:`InputError` for what vLLM by itself does not have."""
+    """Raise :class:`InputError` for what vLLM by itself does not have, if it was asked for; what a profile has of it is dropped
+    with a note."""
     for given, option in (
         (requested.reject_late, "--reject-late"),
         (requested.relegate_late, "--relegate-late"),
         (requested.pinned.get("max_wait_ms"), "--max-wait-ms"),
-        (requested.pinned.get("draft_tokens"), "--draft-tokens"),
     ):
         if given:
             raise InputError(
                 f"{option}: vLLM has no such thing of its own; it goes with --engine vllm without --no-control"
             )
+    knobs = requested.knobs
+    values = {"max_wait_ms": knobs.max_wait_ms, "draft_tokens": knobs.draft_tokens}
+    lost = [f"{name}={value:g}" for name, value in values.items() if value]
+    if requested.profile is not None and lost:
+        dropped = f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} dropped"
+        print(f"note: {requested.profile}: {dropped}: vLLM has no such thing of its own", file=sys.stderr)
 
 
 def _as_flags(requested: ToServe) -> dict[str, int | None]:
@@ -229,10 +270,17 @@ def _longest(requested: ToServe) -> float:
 
 
 def as_options(arguments: Mapping[str, str]) -> list[str]:
-    """``arguments`` of vLLM's engine, as ``--engine-arg`` has them, as words of its command."""
+    """``arguments`` of vLLM's engine, as ``--engine-arg`` has them, as words of its command: each with the value that vLLM was
+    measured with."""
     words: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        switch = {"true": [f"--{option}"], "false": [f"--no-{option}"]}.get(value.lower())
-        words += switch or [f"--{option}", value]
+    for name, text in arguments.items():
+        option, value = name.replace("_", "-"), argument_value(text)
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            words += [f"--{option}", *map(_word, value if isinstance(value, list) else [value])]
     return words
+
+
+def _word(value: Any) -> str:
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else json.dumps(value)

@@ -122,18 +122,30 @@ async def _heard(outputs: AsyncGenerator[Any, None], answer: _Answer) -> AsyncGe
         await outputs.aclose()
 
 
+def _in_background(request: bytes) -> bool:
+    """Whether the body of a ``request`` of ``/v1/responses`` asks for that."""
+    if b'"background"' not in request:
+        return False
+    try:
+        return bool(json.loads(request).get("background"))
+    except (ValueError, AttributeError, RecursionError):
+        return False
+
+
 class _Answer:
     """Sends the answer to one HTTP request on, once it is known what it is."""
 
     def __init__(self, send: Send, path: str) -> None:
         self._send = send
         self._path = path
-        self._request = b""
         self._held: list[Message] = []
         self.begun = False
         """Whether a token has come."""
         self.passes = False
         """Whether its beginning has been sent."""
+        self.in_background = False
+        """Whether the client has its answer before anything is computed, and asks for the result later: of a rejection it could
+        not be told."""
         self._stream = False
         self._refusal: ApiError | None = None
         self._sent = False
@@ -144,24 +156,18 @@ class _Answer:
         """``receive``, by which the app reads what is asked."""
         if not self._path.endswith("/responses"):
             return receive
+        parts: list[bytes] = []
 
         async def reading() -> Message:
             message = await receive()
-            self._request += message.get("body", b"")
+            if message["type"] == "http.request":
+                parts.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    self.in_background = _in_background(b"".join(parts))
+                    parts.clear()
             return message
 
         return reading
-
-    @property
-    def in_background(self) -> bool:
-        """Whether the client has its answer before anything is computed, and asks for the result later: of a rejection it could
-        not be told."""
-        if b'"background"' not in self._request:
-            return False
-        try:
-            return bool(json.loads(self._request).get("background"))
-        except (ValueError, AttributeError):
-            return False
 
     def hear(self, output: Any) -> None:
         """The engine has said ``output``, a ``RequestOutput``."""

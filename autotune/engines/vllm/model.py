@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from runtime.step_model import NO_GRAPHS, StepGraphs
 from runtime.tunable import Capabilities, ModelInfo
@@ -12,10 +12,15 @@ CAPABILITIES = Capabilities.live(none=("draft_tokens",), fault_isolation=False)
 """Those of our own engine, but a fault ends it, and how it speculates is settled when it starts."""
 
 
+_CACHE_BYTES: Final = {"bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+"""By how the name of a KV cache's type begins."""
+
+
 def model_of(config: Any) -> ModelInfo:
     """``config`` is vLLM's own. Nothing has to be loaded; parameters are not counted.
 
     ``kv_bytes_per_token`` is what all layers of attention take that keep K and V of every token, or of MLA one latent vector.
+    0 for a type of KV cache that is not known here: then vLLM alone says how large its pool is.
     What layers with sliding windows free again, and states of Mamba, are known when the pool is made, not before.
     """
     model, cache, parallel, load = config.model_config, config.cache_config, config.parallel_config, config.load_config
@@ -23,7 +28,7 @@ def model_of(config: Any) -> ModelInfo:
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     layers = model.get_num_layers_by_block_type(parallel) if model.is_hybrid else text.num_hidden_layers
     vectors = 1 if model.use_mla else 2
-    per_token = vectors * layers * heads * model.get_head_size() * _bytes(cache.cache_dtype, model.dtype)
+    per_token = vectors * layers * heads * model.get_head_size() * _bytes(str(cache.cache_dtype), model.dtype)
     return ModelInfo(
         name=str(model.model),
         vocab_size=model.get_vocab_size(),
@@ -38,8 +43,10 @@ def model_of(config: Any) -> ModelInfo:
 
 
 def _bytes(cache_dtype: str, dtype: Any) -> int:
-    """Of one number in the KV cache."""
-    return 1 if cache_dtype.startswith("fp8") else int(dtype.itemsize)
+    """Of one number in the KV cache; 0 for a format of which that is not known, such as one that packs several into a byte."""
+    if cache_dtype == "auto":
+        return int(dtype.itemsize)
+    return next((size for kind, size in _CACHE_BYTES.items() if cache_dtype.startswith(kind)), 0)
 
 
 def slots_of(scheduler: Any) -> int:

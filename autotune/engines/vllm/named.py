@@ -9,18 +9,17 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Final, NoReturn
 
 import psutil
-import yaml
 
-from autotune.engines.named import REFUSABLE, ByCommand, NamedEngine, ServerMetrics, ToServe
+from autotune.engines.named import DTYPE_BYTES, REFUSABLE, ByCommand, NamedEngine, ServerMetrics, ToServe
 from autotune.engines.vllm.engine import VllmEngine, VllmSource
 from autotune.engines.vllm.model import budget_of, model_of, parameters_of, slots_of
 from autotune.engines.vllm.scheduler import unfit
+from autotune.reading import plain_yaml
 from runtime.errors import AutotuneError, InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import RequestClass
@@ -40,7 +39,6 @@ _POOL: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _POOL_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SHARE, _CPU_MOST = 0.3, 4 << 30  # of free memory, and bytes, for the KV pool on a CPU
 _LONGEST = 300  # characters of a complaint
-_DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 
 def check_installed() -> None:
@@ -115,9 +113,9 @@ class NamedVllm:
 
     @property
     def _pool_is_ours(self) -> bool:
-        """On a CPU where nobody said how large it may be."""
+        """On a CPU where nobody said how large it may be, and it is known what a token takes."""
         given = _POOL_SPACE in os.environ or any(name in self.options for name in _POOL)
-        return self.model.device == "cpu" and not given
+        return self.model.device == "cpu" and not given and self.model.kv_bytes_per_token > 0
 
     def default_kv_tokens(self) -> int | None:
         """On a CPU, unless it was told, not vLLM's own 92% of all memory, which others have some of: as our own engine, 30% of
@@ -256,17 +254,17 @@ def _options(arguments: Mapping[str, str], known: list[str], version: str) -> di
             near = difflib.get_close_matches(name, known, n=1)
             meant = f"; did you mean {near[0]}?" if near else "; `vllm serve --help` lists them"
             raise InputError(f"--engine-arg: vLLM {version} has no argument {name}{meant}")
-        found[name] = _value(text)
+        found[name] = argument_value(text)
     return found
 
 
-def _value(text: str) -> Any:
-    """A number, list or mapping as YAML has it; whatever else it is, such as a date, stays text."""
+def argument_value(text: str) -> Any:
+    """What ``--engine-arg NAME=TEXT`` gives to vLLM: a number, list or mapping as YAML has it; whatever else it is, such as a
+    date, stays text."""
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):  # the latter of what is no YAML after all
+        return plain_yaml(text)
+    except ValueError:
         return text
-    return text if isinstance(value, date | bytes | set) else value
 
 
 def _ceilings(options: Mapping[str, Any]) -> KnobLimits:
@@ -327,7 +325,7 @@ ENGINE: Final = NamedEngine(
         _become,
         dict.fromkeys(REFUSABLE, _INSTEAD),
     ),
-    dtypes=lambda: _DTYPES,
+    dtypes=lambda: ("auto", *DTYPE_BYTES),
     check=check_installed,
     takes_arguments=True,
     metrics=METRICS,

@@ -9,6 +9,7 @@ Steps are those of :mod:`autotune.engines.vllm.steering`.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,8 @@ from runtime.shared.expiries import Expiries
 from runtime.shared.settings import Settings
 from runtime.slo import SLO
 
+log = logging.getLogger("vllm.autotune")  # where vLLM's own lines go
+
 CLASS: Final = "request_class"
 TENANT: Final = "tenant"
 """Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
@@ -40,6 +43,7 @@ _MOST_PRIORITY: Final = 10_000
 _DECODES: Final = -_LEVEL / 2  # prompts are preempted before decodes
 QUEUES: Final = ("waiting", "kv_holding_waiting", "skipped_waiting")
 """Queues of a scheduler of vLLM's, of which each version has its own."""
+_UNKNOWN_CLASSES: Final = 20  # of which the log tells: clients name them
 _BEAM: Final = re.compile(r"-beam-\d+(-[0-9a-f]+)?$")  # how vLLM calls the requests that a beam search is made of
 _REASONS: Final = {
     "stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED,
@@ -94,7 +98,9 @@ class SteeredRequests:
         # else vLLM does not look at priorities
         self._by_priority = str(getattr(getattr(scheduler, "_stock_policy", ""), "value", "priority")) == "priority"
         self._aborted: list[Aborted] = []
+        self._outweighed: list[tuple[Sequence, Verdict]] = []  # by the latest request added
         self._families = Families()
+        self._unknown_classes: set[str] = set()
         self._step = 0  # that have landed with decodes
         self._advanced = 0  # steps planned in which every decode got its token
         self._offsets = 0  # sum of the values of ``decodes``
@@ -106,21 +112,44 @@ class SteeredRequests:
             sequence.data.priority = self._said[name]
 
     def adding(self, request: Any) -> bool:
-        """vLLM is about to queue ``request``. False if it has it already."""
+        """vLLM is about to queue ``request``: the admission policy decides. False if it has it already.
+
+        One that is relegated has its place from the beginning: vLLM would look at all that wait to give it another.
+        """
         if request.request_id in self._by_name:
             return False
+        if self._families.doomed:
+            self._end_doomed()
         ours, self.coming = self.coming or self._request_of(request), None
         sequence = Sequence(ours)
         sequence.data = request
-        self.newest, self.refusal = sequence, None
+        self.newest, self.refusal, self._outweighed = sequence, None, []
         self._by_name[request.request_id] = sequence
         self._said[request.request_id] = int(request.priority)
-        self._families.joined(request.request_id, sequence)
+        self._families.joined(request.request_id, sequence, self.clock.now())
         self._queue(sequence)
-        request.priority = sequence.key
         if ours.expires is not None:
             self._expiries.add(sequence, ours.expires)
+        if self._admission is not None and not self._families.doomed:
+            self._judge(self._admission, sequence)
+        request.priority = sequence.key
         return True
+
+    def _judge(self, admission: Admission, sequence: Sequence) -> None:
+        """Whether ``sequence``, which vLLM is about to queue, is late, and who is instead."""
+        now = self.clock.now()
+        first = [s for s in self.prefills if precedes(s, sequence)]
+        verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
+        if verdict is None:
+            return
+        others = admission.outweighed(sequence, verdict, now, self.waiting.up_to(sequence))
+        if others:
+            self._outweighed = [(one, verdict) for one in others]
+        elif self._relegates(admission, sequence, verdict):
+            self.slack.left(sequence)
+            self.waiting.relegate(sequence)
+        else:
+            self.refusal = verdict
 
     def refused(self) -> None:
         """vLLM has not queued it after all, and whoever added it knows."""
@@ -128,24 +157,19 @@ class SteeredRequests:
             self.end(self.newest, FinishReason.ERROR, self.clock.now())
 
     def added(self) -> None:
-        """vLLM has queued it: the admission policy decides."""
+        """vLLM has queued it: what is late by it, itself or others, is ended or relegated."""
         sequence, admission = self.newest, self._admission
         if self._families.doomed:
             self._end_doomed()
         if sequence is None or admission is None or sequence.state == "finished":
             return
         now = self.clock.now()
-        first = [s for s in self.prefills if precedes(s, sequence)]
-        verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
-        if verdict is not None:
-            late = admission.outweighed(sequence, verdict, now, self.waiting.up_to(sequence)) or [sequence]
-            if late[0] is sequence and not self._relegates(admission, sequence, verdict):
-                self.refusal = verdict
-            for one in late:
-                self._late(admission, one, verdict, now)
+        late = self._outweighed if self.refusal is None else [(sequence, self.refusal)]
+        for one, verdict in late:
+            self._late(admission, one, verdict, now)
         if self._families.doomed:
             self._end_doomed()
-        if self.refusal is None and sequence.state == "waiting":
+        if sequence.state == "waiting":
             admission.queued(sequence)
 
     def _request_of(self, request: Any) -> Request:
@@ -159,9 +183,21 @@ class SteeredRequests:
             arrival=self.clock.now() - ago,
             priority=-int(request.priority) if self._by_priority else 0,  # vLLM's lowest goes first
             tenant=str(said.get(TENANT, "")),
-            request_class=str(said.get(CLASS, "default")),
+            request_class=self._class_of(said),
             prompt_len=request.num_prompt_tokens,
         )
+
+    def _class_of(self, said: Mapping[str, object]) -> str:
+        """The class that a client has named. The log tells of each that nobody has set up, where some are."""
+        name, known, unknown = str(said.get(CLASS, "default")), self.slack.slos, self._unknown_classes
+        if name == "default" or name in known or name in unknown:
+            return name
+        if known.keys() - {"default"} and len(unknown) < _UNKNOWN_CLASSES:
+            unknown.add(name)
+            log.warning(
+                "%s is %.100r; it must be one of %s: such requests go by the common SLO", CLASS, name, ", ".join(known)
+            )
+        return name
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
@@ -228,6 +264,8 @@ class SteeredRequests:
     ) -> None:
         """End ``sequence`` in vLLM too, and have its client told ``why`` with the next outputs."""
         said = self._said.get(sequence.data.request_id, 0)
+        if kind is FinishReason.REJECTED:
+            self._families.refuse(sequence, Refusal(reason, why, sequence.retry_after), now)
         record = self.end(sequence, kind, now, reason)
         if record is not None:
             self.ended.append((sequence, record))
@@ -238,8 +276,6 @@ class SteeredRequests:
                     self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
                 else:  # vLLM goes on with it
                     sequence.data.priority = said
-            if kind is FinishReason.REJECTED:
-                self._families.refuse(sequence.data.request_id, Refusal(reason, why, sequence.retry_after))
 
     def _end_doomed(self) -> None:
         now = self.clock.now()
@@ -263,7 +299,7 @@ class SteeredRequests:
         if self._admission is not None:
             self._admission.ended(record)
         name = sequence.data.request_id
-        self._families.left(name, sequence)
+        self._families.left(sequence)
         del self._by_name[name], self._said[name]  # the last: until then its priority is known
         self._idled |= not self._by_name
         return record

@@ -5,7 +5,7 @@ more, in ``--additional-config '{"autotune": {…}}'``:
 
 ==================== ================== ==============================================================================
 ``AUTOTUNE_SLO``         ``slo``             ``ttft=500ms,tpot=50ms@99%``
-``AUTOTUNE_PROFILE``     ``profile``         a profile.yaml to start from: knobs, step times, and the SLO if none is given
+``AUTOTUNE_PROFILE``     ``profile``         a profile.yaml to start from: knobs, step times, and unless given SLO and classes
 ``AUTOTUNE_CLASSES``     ``classes``         ``chat:ttft=300ms*2 batch:ttft=5s``; in JSON a list
 ``AUTOTUNE_CONTROLLER``  ``controller``      ``predictive``, another by name, or ``module:Class``
 ``AUTOTUNE_LOG``         ``log``             where decisions are appended, for ``autotune explain``
@@ -31,7 +31,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Final, Self
@@ -40,7 +40,7 @@ from autotune.engines.vllm.scheduler import UNTOUCHED, SteeredScheduler, config_
 from autotune.engines.vllm.tuning import TunableScheduler
 from runtime.errors import InputError
 from runtime.llm.admission import AdmissionPolicy
-from runtime.slo import SLO, RequestClass, request_classes
+from runtime.slo import SLO, RequestClass, first_target, request_classes
 
 SECTION: Final = "autotune"
 """Of vLLM's ``additional_config``."""
@@ -82,6 +82,32 @@ class Options:
             if value is not None:
                 given[name] = f"additional_config.{SECTION}.{name}", value
         return cls(**{name: _value(name, where, value) for name, (where, value) in given.items()})
+
+    def settled(self) -> Options:
+        """With what the profile says where these do not: its SLO, and, if they name no classes either, its request classes.
+
+        Raises :class:`InputError` for a value that cannot be used.
+        """
+        made = self if self.slo is not None or self.profile is None else self._of_profile(self.profile)
+        target, admission = made.target(), made.admission()
+        made.request_classes()
+        if admission is not None and target is not None and first_target(target) == inf:
+            late = "relegate_late" if made.relegate_late else "reject_late"
+            raise InputError(
+                f"autotune: {late} is on, but nothing is late by slo {target}; it must have a TTFT or E2E target, as ttft=500ms"
+            )
+        return made
+
+    def _of_profile(self, name: str) -> Options:
+        import autotune  # its public face
+
+        path: str | Path = name if os.path.exists(name) else autotune.shipped_profiles().get(name, name)
+        try:
+            found = autotune.load_profile(path)
+        except InputError as error:
+            raise InputError(f"autotune: {error}") from None
+        slo, classes = found.own_slo, self.classes or tuple(map(str, found.classes))
+        return replace(self, slo=None if slo is None else str(slo), classes=classes)
 
     def target(self) -> SLO | None:
         """The SLO of all requests but those of :meth:`request_classes`. Raises :class:`InputError`."""
@@ -188,12 +214,11 @@ class Scheduler:
         options = Options.read(os.environ, getattr(config, "additional_config", None))
         base = options.base_class() or picked(config)
         why = "it is switched off" if options.off else unfit(config)
-        if why is None and options.slo is None and options.profile is None:
+        if why is None and (options := options.settled()).slo is None:  # wrong ones are told of now
             why = "there is no SLO; set AUTOTUNE_SLO, such as ttft=500ms,tpot=50ms"
         if why is not None:
             log.warning("not tuned: %s. %s", why, UNTOUCHED)
             return base(*args, **kwargs)
-        options.target(), options.request_classes(), options.admission()  # wrong ones are told of now
         made = type(f"SelfTuning{base.__name__}", (SelfTuningScheduler, base), {"__module__": __name__})(
             *args, **kwargs
         )
