@@ -63,7 +63,8 @@ def control(
 ) -> Control:
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
-    ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken.
+    ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken, if it was made
+    for one.
     ``profile``: a profile (a file, or the name of a shipped one) whose knobs to start from, and whose step times to begin
     with (for a batcher: the knobs, from the profile of a callable); one of another machine or model is a start all the same,
     with a warning. ``observe_only`` recommends in the log and sets nothing. ``admission``: True ends requests that can no

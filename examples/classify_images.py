@@ -9,6 +9,7 @@ one image at a time, and the network sees batches.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,9 @@ def main() -> None:
         slo = SLO.parse(args.slo)
     except ValueError as error:
         parser.error(f"--slo: {error}")
+    for name in ("images", "clients", "steps"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
 
     generator = torch.Generator().manual_seed(0)
     model = train(args.steps, generator)

@@ -9,6 +9,7 @@ Short prompts for the first half, eight times longer ones for the second. Every 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -34,6 +35,10 @@ def main() -> int:
     except ValueError as error:
         print(f"error: --slo: {error}", file=sys.stderr)
         return 2
+    for name in ("rate", "seconds", "tokens"):
+        if not 0 < getattr(args, name) < math.inf:
+            print(f"error: --{name} is {getattr(args, name)}; it must be above 0", file=sys.stderr)
+            return 2
 
     start = Knobs(max_batch_size=256, token_budget=2048, chunk_size=2048)  # nobody has measured this machine yet
     with (

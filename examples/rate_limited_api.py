@@ -94,6 +94,9 @@ def main() -> None:
         slo = SLO.parse(args.slo)
     except ValueError as error:
         parser.error(f"--slo: {error}")
+    for name in ("items", "rate"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
     threading.Thread(target=server.serve_forever, daemon=True).start()

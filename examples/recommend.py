@@ -10,6 +10,7 @@ cost, and the Batcher gets it: ``cost=len``.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,9 @@ def main() -> None:
         slo = SLO.parse(args.slo)
     except ValueError as error:
         parser.error(f"--slo: {error}")
+    for name in ("people", "steps"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
 
     rng = random.Random(7)
     model = train(args.steps, rng)

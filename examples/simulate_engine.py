@@ -9,6 +9,7 @@ longer, and a little more. A profile holds one that was fitted to your machine (
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import nullcontext
 
 import autotune
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--bandwidth", type=float, default=1.0, help="of the memory, relative to 3.84 TB/s")
     args = parser.parse_args()
+    for name in ("rate", "requests", "bandwidth"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
 
     slo = SLO(ttft_ms=500, tpot_ms=30)
     load = parse_workload("poisson:lengths=azure-conv").at_rate(args.rate)

@@ -12,13 +12,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal, DecimalException
-from typing import Protocol
+from typing import Final, Protocol
 
 from runtime.records import RequestRecord
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
 _TARGET = re.compile(r"^\s*([A-Za-z0-9_]+)\s*=\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)\s*$")
 _UNITS = {"ms": 1, "s": 1000}
+_MOST_MS: Final = 1e15  # as of any figure of a profile
+_BOUNDS = f"above 0 and at most {_MOST_MS:g} ms"
 _EXAMPLE = "ttft=500ms,tpot=50ms@99%"
 
 
@@ -29,7 +31,7 @@ class SLO:
     ``ttft_ms`` bounds the time to first token, ``tpot_ms`` the time per output token, ``e2e_ms`` that to the last one;
     ``attainment``, above 0 and at most 1, is the share: 0.99 is 99%. ``itl_ms`` bounds the request's own 99th percentile gap
     between tokens. A request with one output token has no TPOT and no ITL and cannot violate them. Raises ``ValueError``
-    without a target, or with one that is not above 0.
+    without a target, or with one that is not above 0 and at most 1e15.
     """
 
     ttft_ms: float | None = None
@@ -42,8 +44,8 @@ class SLO:
         if all(target is None for target in self.targets_ms.values()):
             raise ValueError(f"an SLO needs at least one of {', '.join(METRICS)}; for example {_EXAMPLE}")
         for name, target in self.targets_ms.items():
-            if target is not None and not (math.isfinite(target) and target > 0):
-                raise ValueError(f"{name}_ms is {target}; it must be a time above 0")
+            if target is not None and not 0 < target <= _MOST_MS:
+                raise ValueError(f"{name}_ms is {target}; it must be {_BOUNDS}")
         if not 0 < self.attainment <= 1:
             raise ValueError(f"attainment is {self.attainment}; it must be above 0 and at most 1 (0.99 is 99%)")
 
@@ -82,9 +84,9 @@ class SLO:
                 raise ValueError(f'"{part.strip()}" has no unit; write {name}={number}ms or {name}={value / 1000:g}s')
             if unit not in _UNITS:
                 raise ValueError(f'"{part.strip()}": {unit} is not a unit; the units are {", ".join(_UNITS)}')
-            if value <= 0:
-                raise ValueError(f'"{part.strip()}" must be above 0')
-            targets[name] = float(exact * _UNITS[unit]) if math.isfinite(value) else value
+            if not 0 < value * _UNITS[unit] <= _MOST_MS:
+                raise ValueError(f'"{part.strip()}" must be {_BOUNDS}')
+            targets[name] = float(exact * _UNITS[unit])
         return cls(**{f"{name}_ms": value for name, value in targets.items()}, attainment=attainment)
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,8 +136,14 @@ def bench(
     )
     from autotune.control.controllers.registry import find
     from autotune.engines.defaults import VLLM_DEFAULTS
-    from autotune.measure.evaluate import EvaluationError
-    from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise, stored_otherwise
+    from autotune.profile.fingerprint import (
+        machine,
+        measured_elsewhere,
+        measured_on_another,
+        measured_with_another,
+        recorded_otherwise,
+        stored_otherwise,
+    )
     from autotune.profiling.space import WIDEST
     from autotune.report.page import is_page
     from autotune.workload import named_rate, parse_workload
@@ -211,6 +216,8 @@ def bench(
         contenders = compared(limits, source.stock)
         print_as_is(console, heading(source.model.name, found, requested=cpu or gpu))
         others = [] if given is None else [
+            measured_elsewhere(given.machine, gpu=kind == "gpu"),
+            measured_with_another(given.model, source.model.name),
             measured_on_another(given.engine, source.name, source.version),
             stored_otherwise(given.model, source.model.kv_cache_dtype),
         ]  # fmt: skip
@@ -227,11 +234,7 @@ def bench(
             run = _Run(
                 live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop, controller
             )
-            try:
-                found_load = run.load(workload, target, rate, given, with_classes)
-            except EvaluationError as error:
-                print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
-                return FELL_SHORT
+            found_load = run.load(workload, target, rate, given, with_classes)
             if found_load is not None:
                 check_lasts(found_load.workload, seed, rounds, length)
                 run.measure(found_load)

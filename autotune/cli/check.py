@@ -67,7 +67,7 @@ def check(
     from autotune.cli.display import make_console, print_as_is
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import loading
-    from autotune.measure.evaluate import EvaluationError, Interrupted
+    from autotune.measure.evaluate import Interrupted
     from autotune.profile import find_profile
     from autotune.profile.callable import CallableProfile, load_either
     from autotune.profile.fingerprint import gpu_available, measured_elsewhere, software
@@ -110,9 +110,6 @@ def check(
     except Interrupted:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
-    except EvaluationError as error:
-        print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
-        return FELL_SHORT
     except ValueError as error:
         raise error if isinstance(error, InputError) else InputError(f"{path}: {error}") from None
     if as_json:

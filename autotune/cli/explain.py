@@ -55,6 +55,8 @@ def explain(
     from autotune.control.decision_log import read_decisions
     from autotune.control.explain import summarize, timeline
 
+    if every and as_json:
+        raise InputError("--all is given with --json, which has every decision as it is; leave it out")
     knobs, known = knob or [], [spec.name for spec in KNOBS]
     for name in knobs:
         if name not in known:

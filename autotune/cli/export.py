@@ -54,7 +54,10 @@ def export(
     ] = False,
     diff: Annotated[
         Path | None,
-        Option(help="An existing configuration: print what the export would change in this file, and write nothing."),
+        Option(
+            help="An existing configuration: print what the export would change in this file, and write nothing. Implies "
+            "--allow-lossy."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -69,9 +72,8 @@ def export(
     if target is None:
         raise InputError(f"--to is {to}; it must be one of {', '.join(TARGETS)}")
     path = find_profile(profile)
-    made = export_to(
-        load_either(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=allow_lossy
-    )
+    lossy = allow_lossy or diff is not None
+    made = export_to(load_either(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=lossy)
     if diff is not None:
         if out is not None:
             raise InputError(f"--out is {out}; with --diff nothing is written")

@@ -28,9 +28,10 @@ from autotune.cli import (
     simulate,
     watch,
 )
-from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
+from autotune.cli.exits import BAD_INPUT, DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.options import given_options
 from autotune.cli.output import guarded
-from runtime.errors import InputError, ModelError
+from runtime.errors import AutotuneError, InputError, ModelError
 from runtime.version import __version__
 
 # Typer has its own copy of click in some versions and imports click in others; the bases of its public error fit both.
@@ -46,6 +47,17 @@ class Verbs(typer.core.TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort from None
+
+
+class Verb(typer.core.TyperCommand):
+    """One of them. What is given to it as empty text, as by a shell variable that is not set, would stand for the default."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for option, name in given_options(ctx).items():
+            if ctx.params[name] == "":
+                which = option if option.startswith("-") else option.upper()  # as the help has it
+                raise InputError(f"{which} is empty; give it a value, or leave it out")
+        return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -104,7 +116,7 @@ for _panel, _name, _command, _help, _examples, _short in (
     (_LIVE, "set", set_knobs.set_knobs, set_knobs.HELP, set_knobs.EXAMPLES, "Set knobs of a live engine by hand."),
     (_LIVE, "explain", explain.explain, explain.HELP, explain.EXAMPLES, "Show what a controller did, and why."),
 ):
-    app.command(_name, help=_help, short_help=_short, epilog=_examples, rich_help_panel=_panel)(_command)
+    app.command(_name, cls=Verb, help=_help, short_help=_short, epilog=_examples, rich_help_panel=_panel)(_command)
 
 
 def _version(wanted: bool) -> None:
@@ -152,10 +164,19 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _complain(_usage(error))
     except ClickException as error:
         return _complain(str(getattr(error, "message", error)))
+    except AutotuneError as error:
+        return _complain(_why_short(error), FELL_SHORT)
     except (KeyboardInterrupt, typer.Abort):
         with contextlib.suppress(OSError):
             print("stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _why_short(error: AutotuneError) -> str:
+    """What a command ended for that had begun."""
+    from autotune.measure.evaluate import EvaluationError
+
+    return f"nothing could be measured: {error}" if isinstance(error, EvaluationError) else str(error)
 
 
 def _usage(error: Any) -> str:
@@ -176,9 +197,9 @@ def _wrong_value(error: Any) -> str | None:
     if parameter is None or not isinstance(cause, ValidationError):
         return None
     found = cause.errors()[0]
-    whole = "int" in found["type"] or isinstance(getattr(parameter, "min", None), int)
     if not found["type"].startswith(("int", "float", "greater", "less", "finite")):
         return None
+    whole = found["type"].startswith("int") or any(isinstance(bound, int) for bound in found.get("ctx", {}).values())
     low, high = getattr(parameter, "min", None), getattr(parameter, "max", None)
     bounds = f" of at least {low}" if low is not None else ""
     if high is not None:
@@ -187,11 +208,11 @@ def _wrong_value(error: Any) -> str | None:
     return f"{name} is {found['input']}; it must be a {'whole ' if whole else ''}number{bounds}"
 
 
-def _complain(text: str) -> int:
-    """One line, whatever the exception held: a second line would hide the first in a log."""
+def _complain(text: str, code: int = BAD_INPUT) -> int:
+    """One line, whatever the exception held: a second line would hide the first in a log. Returns ``code``."""
     with contextlib.suppress(OSError):  # nobody reads stderr: the exit code still says it
         print("error: " + " ".join(text.split()), file=sys.stderr)
-    return BAD_INPUT
+    return code
 
 
 if __name__ == "__main__":

@@ -94,10 +94,10 @@ def profiled_kv_cache_dtype(given: str | None, instead: str = "--kv-cache-dtype 
         raise InputError(f"the profile's {error}; {instead}") from None
 
 
-def check_rate(option: str, rate: float | None) -> None:
+def check_rate(option: str, rate: float | None, *, most: float = MOST_RATE, of: str = "requests") -> None:
     """Raise :class:`InputError` for a ``rate`` that nobody can wait for, or that no sender sends."""
-    if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
-        raise InputError(f"{option} is {rate:g}; it must be a number from {LEAST_RATE:g} to {MOST_RATE:g} requests/s")
+    if rate is not None and not LEAST_RATE <= rate <= most:
+        raise InputError(f"{option} is {rate:g}; it must be a number from {LEAST_RATE:g} to {most:g} {of}/s")
 
 
 def checked(option: str, parse: Any, *arguments: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from autotune.cli.exits import FELL_SHORT
 from autotune.cli.options import (
     Classes,
     Cpu,
@@ -195,7 +194,6 @@ def profile(
         with_threads,
     )
     from autotune.cost.price import parse_price
-    from autotune.measure.evaluate import EvaluationError
     from autotune.profile.fingerprint import machine, usable_cores
     from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.space import WIDEST, make_space
@@ -277,13 +275,9 @@ def profile(
         def write(found: Findings, live: Engine) -> int:
             return finish(found, requested, live, files, console, command, as_json)
 
-        try:
-            return work(
-                requested, files, storage, study, console, limits=limits, fresh=fresh, stop=stop.is_set, write=write
-            )
-        except EvaluationError as error:  # it ran, and nothing could be measured
-            print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
-            return FELL_SHORT
+        return work(
+            requested, files, storage, study, console, limits=limits, fresh=fresh, stop=stop.is_set, write=write
+        )
 
 
 def _objective(name: str, rate: float | None, others: dict[str, object]) -> ObjectiveName:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import checked, given_options, seconds
+from autotune.cli.options import check_rate, checked, given_options, seconds
 from runtime.errors import InputError
 from runtime.slo import SLO
 
@@ -77,6 +77,7 @@ def profile_callable(
     """Profile the callable; 0, or 1 if the SLO is missed, or 130 if stopped."""
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.measure.evaluate import EvaluationError
     from autotune.profile.text import is_profile
     from autotune.profiling.callable import identity
     from autotune.profiling.calls import FunctionFailed
@@ -103,7 +104,7 @@ def profile_callable(
             code = None
             try:
                 code = _sweep(subject, replicas, question, study, place, command, console, stop.is_set, as_json)
-            except FunctionFailed:  # it, or its inputs, will be others next time
+            except (FunctionFailed, EvaluationError):  # it, or its inputs, will be others next time
                 code = FELL_SHORT
                 raise
             finally:  # kept is what a run that was stopped, or died, can be gone on with
@@ -125,7 +126,6 @@ def _sweep(
 ) -> int:
     """Work on the study, write what was found, and say how it went; the exit code."""
     from autotune.cli.display import Display, print_as_is
-    from autotune.measure.evaluate import EvaluationError
     from autotune.profile.callable import CallableProfile, save_callable_profile
     from autotune.profile.fingerprint import software
     from autotune.profiling.assemble import assemble, of_callable
@@ -136,9 +136,6 @@ def _sweep(
     display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
     try:
         found = CallableSession(CallableTarget(subject, replicas), question, study, display, stop=stop).run()
-    except EvaluationError as error:  # it ran, and nothing could be measured
-        print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
-        return FELL_SHORT
     finally:
         display.close()
     if not found.simulated and not found.runs:
@@ -171,7 +168,7 @@ def _sweep(
         f"\nprofile  {place}",
         f"next     autotune.load_callable_profile({str(place)!r}).options  what Batcher(fn, **options) is given",
         f"         autotune.control(batcher, profile={str(place)!r})        start a live batcher from it",
-        f"         autotune export {place} --to triton{'' if made.inputs.cost is None else ' --allow-lossy'}"
+        f"         autotune export {shlex.quote(str(place))} --to triton{'' if made.inputs.cost is None else ' --allow-lossy'}"
         "        take it along, or --to ray-serve",
     ):
         print_as_is(console, line)
@@ -205,8 +202,7 @@ def _question(
         raise InputError(f"--most is {most}; it must be between 1 and {MOST_ITEMS} items")
     if not 1 <= replicas <= MOST_REPLICAS:
         raise InputError(f"--replicas is {replicas}; it must be between 1 and {MOST_REPLICAS} workers")
-    if rate is not None and not 0 < rate <= MOST_RATE:
-        raise InputError(f"--rate is {rate:g}; it must be above 0 and at most {MOST_RATE:g} items/s")
+    check_rate("--rate", rate, most=MOST_RATE, of="items")
     target = None
     if slo is not None:
         target = checked("--slo", SLO.parse, slo)

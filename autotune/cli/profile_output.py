@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ def next_steps(made: Profile, file: Path) -> list[tuple[str, str]]:
     """(command, what it does) as they work for this very profile: vLLM may have nothing for one of its knobs."""
     found = []
     for verb, arguments, what in NEXT:
-        command = f"autotune {verb} {arguments.format(file)}"
+        command = f"autotune {verb} {arguments.format(shlex.quote(str(file)))}"
         if verb == "export":
             try:
                 export(made, TARGETS["vllm"])
@@ -62,7 +63,8 @@ def activation() -> str | None:
     if shutil.which("autotune") is not None or not all((scripts / name).is_file() for name in ("activate", "autotune")):
         return None
     here = Path.cwd()
-    return f"source {scripts.relative_to(here) if scripts.is_relative_to(here) else scripts}/activate"
+    near = scripts.relative_to(here) if scripts.is_relative_to(here) else scripts
+    return shlex.join(["source", str(near / "activate")])
 
 
 @dataclass(frozen=True)

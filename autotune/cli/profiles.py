@@ -32,6 +32,8 @@ def profiles(
 
     if of_callable and not schema:
         raise InputError("--callable is given without --schema; none of the profiles that come along is of a callable")
+    if as_json and schema:
+        raise InputError("--json is given with --schema, which is JSON as it is; leave it out")
     if schema:
         from autotune.profile.callable import callable_schema
         from autotune.profile.schema import schema_text

@@ -53,6 +53,7 @@ EXAMPLES = (
     "Examples:  autotune serve tiny  ·  autotune serve ./my-model --slo ttft=500ms,tpot=50ms --port 9000 --token-budget 512"
     "  ·  autotune serve --profile mine.yaml"
 )
+_MOST_GRACE_S = 86_400
 
 
 @with_knobs
@@ -106,26 +107,32 @@ def serve(
     device: Annotated[str, Option(help="Where the model runs: auto, cpu, cuda or cuda:N.")] = "auto",
     kv_cache_dtype: ProfiledKvCacheDtype = None,
     max_model_len: Annotated[
-        int | None, Option(help="Longest context, in tokens, if shorter than the model's.")
+        int | None, Option(min=1, help="Longest context, in tokens, if shorter than the model's.")
     ] = None,
     kv_tokens: Annotated[
         int | None,
         Option(min=1, help="Size of the KV pool, in tokens.  (default: the profile's, or what the memory allows)"),
     ] = None,
-    max_queue: Annotated[int, Option(help="Most requests that may wait. Further requests get HTTP 429.")] = 4096,
+    max_queue: Annotated[int, Option(min=1, help="Most requests that may wait. Further requests get HTTP 429.")] = 4096,
     ordering: Annotated[
-        str, Option(help=f"Order in which waiting requests are served: {', '.join(ORDERINGS)}.")
-    ] = "priority",
+        str | None,
+        Option(
+            help=f"Order in which waiting requests are served: {', '.join(ORDERINGS)}.  (default: priority, or deadline with "
+            "--reject-late or --relegate-late)"
+        ),
+    ] = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads of the model.")] = None,
     served_model_name: Annotated[str | None, Option(help="The name clients use.  (default: MODEL)")] = None,
-    grace: Annotated[float, Option(min=0, help="Seconds that running requests have to finish after SIGTERM.")] = 30.0,
+    grace: Annotated[
+        float, Option(min=0, max=_MOST_GRACE_S, help="Seconds that running requests have to finish after SIGTERM.")
+    ] = 30.0,
     reject_late: Annotated[
         bool,
         Option(
             "--reject-late/--no-reject-late",
-            help="Reject (HTTP 429) requests that can no longer meet their TTFT target, and order the queue by deadline. Late "
-            "requests of a class with a weight below 1 are relegated instead, as by --relegate-late. Needs an SLO with a TTFT or "
-            "E2E target.",
+            help="Reject (HTTP 429) requests that can no longer meet their TTFT target, and order the queue by deadline unless "
+            "--ordering is given. Late requests of a class with a weight below 1 are relegated instead, as by --relegate-late. "
+            "Needs an SLO with a TTFT or E2E target.",
         ),
     ] = False,
     relegate_late: Annotated[
@@ -133,7 +140,7 @@ def serve(
         Option(
             "--relegate-late/--no-relegate-late",
             help="Compute requests that can no longer meet their TTFT target after all requests that can, and order the queue by "
-            "deadline. Needs an SLO with a TTFT or E2E target.",
+            "deadline unless --ordering is given. Needs an SLO with a TTFT or E2E target.",
         ),
     ] = False,
     controlled: Annotated[
@@ -161,7 +168,7 @@ def serve(
     check_serving(by, given_options(context), more or ())
     if kv_cache_dtype is not None:
         check_kv_cache_dtype(kv_cache_dtype)
-    if ordering not in ORDERINGS:
+    if ordering is not None and ordering not in ORDERINGS:
         raise InputError(f"--ordering is {ordering}; it must be one of {', '.join(ORDERINGS)}")
     start_with = _profile(profile, purpose)
     name = model or (start_with.model.name if start_with else None)
@@ -180,7 +187,7 @@ def serve(
             f"note: {profile} was measured with {start_with.model.name}, not with {name}: its knobs, {steps}",
             file=sys.stderr,
         )
-    target = (None if slo is None else checked("--slo", SLO.parse, slo)) or (start_with.slo if start_with else None)
+    target = checked("--slo", SLO.parse, slo) if slo is not None else start_with.own_slo if start_with else None
     setting, limits = _setting(start_with, purpose, knobs or {})
     if reject_late and relegate_late:
         raise InputError(
@@ -205,6 +212,8 @@ def serve(
         raise InputError(f"--records: {records} is where --decisions writes; name another file")
     if profile is None and purpose != "balanced":
         raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
+    if profile is None and anyway:
+        raise InputError("--anyway is given without --profile; add the profile that it is to use")
     if not classes and slo is None and start_with is not None:
         classes = [str(one) for one in start_with.classes]
     if request_classes(classes or []) and target is None:
@@ -226,6 +235,11 @@ def serve(
     facts = start_with.engine if start_with else None
     if facts is not None and (another := measured_on_another(facts, by.in_facts, by.version())):
         print(f"note: {another}", file=sys.stderr)
+    if start_with is not None and target is None and isinstance(serving, InProcess):
+        print(
+            f"note: {profile} was made without an SLO (objective mean-e2e), so no controller is attached; --slo names one",
+            file=sys.stderr,
+        )
     by_hand = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
     theirs = facts.options if facts and facts.name == by.in_facts else {}
     timed = known if known and known.engine.name == by.in_facts else None  # steps of another engine set no limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -137,7 +138,8 @@ def simulate(
             say(console, beside)
     if decisions is not None:
         order = ", setting by setting and seed by seed," if total > 1 else ""
-        say(console, f"decisions{order} were appended to {decisions}: autotune explain {decisions} shows them", "dim")
+        shows = shlex.join(["autotune", "explain", str(decisions)])
+        say(console, f"decisions{order} were appended to {decisions}: {shows} shows them", "dim")
     found = {"rate": offered, "settings": [point_data(p, requested.price) for p in points]} if as_json else None
     shared.conclude(console, requested, len(points), best, found, stopped=stopped)
     if stopped:

@@ -16,12 +16,20 @@ from runtime.knobs import Knobs
 from runtime.tunable import Lease, Tunable
 
 
+def check_live(engine: Tunable, knob: str, given: str) -> None:
+    """Raise ``ValueError`` where ``knob`` cannot be turned while ``engine`` runs; ``given``: what it was to be, in words."""
+    effect = engine.capabilities.knobs[knob]
+    if effect != "live":
+        why = "has no such knob" if effect == "none" else "takes a restart for it"
+        raise ValueError(f"{knob} is {given}; this engine {why}")
+
+
 class Actuator:
     """Puts proposals in force and logs them.
 
     ``now``: the engine's time as last known, s; ``regime``: that of the last proposal; ``start``: the knobs that the controller
     began with, the profile's if there is one; ``changed``: whether any proposal has changed the knobs; ``logged``: how many
-    decisions there have been. With ``observe_only`` it sets nothing.
+    decisions there have been. With ``observe_only`` no proposal is set, but what the operator asks for is.
     """
 
     def __init__(
@@ -39,7 +47,7 @@ class Actuator:
         self._observe_only = observe_only
         self._wall = wall
         self._last: Knobs | None = None  # the last proposal, shaped by the guardrails
-        self._before = engine.knobs  # to be restored
+        self._before, self._turned = engine.knobs, False  # to be restored, once any has been set
         self.decisions = decisions
         self.now = now
         self.regime = ""
@@ -53,7 +61,7 @@ class Actuator:
         current = self._engine.knobs
         first = self._at_once.apply(start or current, current, self._engine.effective_limits)
         if first != current and not self._observe_only:
-            self._engine.set_knobs(first, lease=self._lease)
+            self.set(first)
             self.start = self._engine.knobs
             self.log(
                 "set", "starting knobs of the profile" if start else "bounds and pins of the operator", old=current
@@ -61,13 +69,13 @@ class Actuator:
 
     def apply(self, proposal: Proposal, *, at_once: bool = False) -> None:
         """Put ``proposal`` in force: ``at_once``, or no further than the guardrails let one decision go."""
-        engine, current = self._engine, self._engine.knobs
+        current = self._engine.knobs
         rails = self._at_once if at_once else self._guardrails
-        wanted = rails.apply(proposal.knobs, current, engine.effective_limits)
+        wanted = rails.apply(proposal.knobs, current, self._engine.effective_limits)
         news = (proposal.regime, proposal.unmet) != (self.regime, self._unmet)
         self.regime, self._unmet = proposal.regime, proposal.unmet
         if wanted != current and not self._observe_only:
-            engine.set_knobs(wanted, lease=self._lease)
+            self.set(wanted)
             self.changed = True
             self.log("set", proposal.cause, proposal.evidence, old=current, new=wanted)
         elif self._observe_only and wanted != current and wanted != self._last:
@@ -76,12 +84,17 @@ class Actuator:
             self.log("hold", proposal.cause, proposal.evidence)
         self._last = wanted
 
+    def set(self, knobs: Knobs | None = None, /, **changes: float) -> None:
+        """Put ``knobs`` in force, or make the ``changes`` named: the others may have been lowered, while memory is short."""
+        self._engine.set_knobs(knobs, lease=self._lease, **changes)
+        self._turned = True
+
     def restore(self, cause: str) -> None:
-        """Set the knobs from before the controller was attached."""
+        """Set the knobs from before the controller was attached, whoever has set others since."""
         current = self._engine.knobs
         with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to restore
-            if not self._observe_only:
-                self._engine.set_knobs(self._before, lease=self._lease)  # lowered while memory is short
+            if self._turned:
+                self.set(self._before)  # lowered while memory is short
         self.log("kill", cause, old=current)
 
     def log(

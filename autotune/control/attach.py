@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.control.actuator import check_live
 from autotune.control.controllers.batching import BatchingController
 from autotune.control.controllers.protocol import Controller
 from autotune.control.controllers.registry import find
@@ -64,10 +65,11 @@ def attach(
     loaded = _loaded(profile, engine) if isinstance(profile, str | Path) else profile
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
     if target is None and loaded is not None:
-        target = loaded.slo
+        target = loaded.own_slo if isinstance(loaded, Profile) else loaded.slo
     if target is None:
         such = "ttft=500ms,tpot=50ms" if engine.facts.callable is None else "e2e=200ms"
-        raise ValueError(f'slo is None, and the engine has none either; pass slo="{such}"')
+        made = "" if loaded is None else ", and the profile was made without one (objective mean-e2e)"
+        raise ValueError(f'slo is None, and the engine has none either{made}; pass slo="{such}"')
     if loaded is not None and loaded is not profile and (mismatch := _mismatch(engine, loaded)):
         warnings.warn(f"{mismatch}; the controller starts from its knobs and corrects them", stacklevel=3)
     guardrails = Guardrails(bounds or {}, {**_fixed(engine, bounds or {}, pinned or {}), **(pinned or {})})
@@ -108,10 +110,9 @@ def _fixed(engine: Tunable, bounds: Mapping[str, object], pinned: Mapping[str, o
     if not can.step_records or len(fixed) == len(can.knobs):
         lacks = "has no knob that can be turned while it runs" if can.step_records else "reports no steps"
         raise ValueError(f"engine {lacks}, so there is nothing to control")
-    for name, effect in can.knobs.items():
-        if effect != "live" and (name in bounds or name in pinned):
-            why = "has no such knob" if effect == "none" else "takes a restart for it"
-            raise ValueError(f"{name} is bounded or pinned; this engine {why}")
+    for name in fixed:
+        if name in bounds or name in pinned:
+            check_live(engine, name, "bounded or pinned")
     return fixed
 
 
@@ -156,6 +157,7 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
         gpu_available,
         measured_elsewhere,
         measured_on_another,
+        measured_with_another,
         recorded_otherwise,
         stored_otherwise,
     )
@@ -174,9 +176,7 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     if model is None or not model.device:
         return ""
     elsewhere = measured_elsewhere(profile.machine, gpu=model.device == "cuda")
-    other = (
-        "" if model.name == profile.model.name else f"profile was measured with {profile.model.name}, not {model.name}"
-    )
+    other = measured_with_another(profile.model, model.name)
     facts = engine.facts
     by = "" if engine.capabilities.virtual_time else measured_on_another(profile.engine, facts.engine, facts.version)
     ladder = recorded_otherwise(profile, facts.graphs, engine.limits)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from autotune.control.actuator import Actuator
+from autotune.control.actuator import Actuator, check_live
 from autotune.control.admission_adapter import AdmissionAdapter, ReportsRates, rates_of
 from autotune.control.attainment import AttainmentTracker
 from autotune.control.controllers.protocol import (
@@ -291,14 +291,16 @@ class Control(ReportsRates):
 
     def set(self, /, **knobs: float) -> Knobs:
         """Set ``knobs`` by hand and pause, so that the controller does not undo it. Returns the knobs in force. Raises
-        ``ValueError`` for an unknown name and for a value above the engine's limits."""
+        ``ValueError`` for an unknown name, a value above the engine's limits, and a knob that it does not turn while it runs."""
         with self._lock:
             self._check_attached()
             self._by_the_clock()
             current = self._engine.knobs
             current.with_(**knobs)  # names and bounds
-            if knobs:  # by name: the others may have been lowered, while memory is short
-                self._engine.set_knobs(None, lease=self._lease, **knobs)
+            for name, value in knobs.items():
+                check_live(self._engine, name, f"{value:.10g}")
+            if knobs:
+                self._actuator.set(**knobs)
             self._paused = True
             self._budgets_apply(False)
             self._actuator.log("pause", "knobs set by the operator", old=current)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 
+from autotune.cost.fields import MOST
 from runtime.errors import InputError
 
 _PRICE = re.compile(r"^\s*[$€£]?\s*(?P<amount>[0-9]+(?:\.[0-9]+)?)\s*/\s*(?P<unit>h|hr|hour|day|month)\s*$")
@@ -24,11 +24,12 @@ def parse_price(text: str) -> float:
     """
     match = _PRICE.match(text)
     if match is None:
-        hint = f"; write {text.strip()}/h" if _is_number(text) else ", such as 2.50/h, 40/day or 900/month"
+        hourly = f"{text.strip()}/h"
+        hint = f"; write {hourly}" if _PRICE.match(hourly) else ", such as 2.50/h, 40/day or 900/month"
         raise InputError(f'--price: "{text}" is not a price for a time{hint}')
     price = float(match["amount"]) / _HOURS[match["unit"]]
-    if not (math.isfinite(price) and price > 0):
-        raise InputError(f'--price: "{text}" must be above 0')
+    if not 0 < price <= MOST:
+        raise InputError(f'--price: "{text}" must be above 0 and at most {MOST:g} an hour')
     return price
 
 
@@ -42,11 +43,3 @@ def money(amount: float | None) -> str:
     if amount is None:
         return "–"
     return f"{amount:.2f}" if amount >= 1 else f"{amount:.3g}"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

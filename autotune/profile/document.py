@@ -41,6 +41,7 @@ from autotune.profile.versions import migrated
 from autotune.writing import write_whole
 from runtime.errors import InputError, shortened
 from runtime.knobs import KNOBS, Knobs
+from runtime.slo import SLO
 
 Purpose = Literal["interactive", "balanced", "throughput"]
 PURPOSES: tuple[Purpose, ...] = ("interactive", "balanced", "throughput")
@@ -112,6 +113,11 @@ class Profile(Part):
         if RECOMMENDED in self.settings and self.knobs != self.settings[RECOMMENDED].knobs:
             raise ValueError(f"knobs are {self.knobs}; they must be those of settings.{RECOMMENDED}")
         return self
+
+    @property
+    def own_slo(self) -> SLO | None:
+        """The SLO that it was made for; None where settings were compared by the mean E2E, and attainment is only shown."""
+        return self.slo if self.objective == "goodput" else None
 
     @property
     def warning(self) -> str:

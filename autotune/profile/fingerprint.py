@@ -137,6 +137,11 @@ def measured_on_another(profiled: EngineFacts, name: str, version: str) -> str:
     return f"profile was measured on {profiled}, not on {name} {version}"
 
 
+def measured_with_another(profiled: ModelFacts, name: str) -> str:
+    """How the model ``name`` is not the one of a profile, in words; empty if it is."""
+    return "" if profiled.name == name else f"profile was measured with {profiled.name}, not {name}"
+
+
 def stored_otherwise(profiled: ModelFacts, kv_cache_dtype: str) -> str:
     """How a KV pool kept in ``kv_cache_dtype`` is not the one of a profile, in words; empty if it is."""
     if own_kv_cache_dtype(profiled.kv_cache_dtype) == own_kv_cache_dtype(kv_cache_dtype):

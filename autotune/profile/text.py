@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +124,12 @@ def _another_kind(text: str, path: Path) -> str | None:
     first = first_object(text)
     if not first:
         return None
+    file = shlex.quote(str(path))
     if is_decision(first):
-        return f"a decision log, not a profile; `autotune explain {path}` prints it, `autotune report {path}` draws it"
+        return f"a decision log, not a profile; `autotune explain {file}` prints it, `autotune report {file}` draws it"
     if "token_times" in first and "arrival" in first:
         return (
-            f"a log of requests, not a profile; `autotune report LOG --records {path}` draws it beside a decision log"
+            f"a log of requests, not a profile; `autotune report LOG --records {file}` draws it beside a decision log"
         )
     if first.get("kind") == "step" or ("stage" in first and ("score" in first or "failed" in first)):
         name = path.name.removesuffix(".points.jsonl") + ".yaml"

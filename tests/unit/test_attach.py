@@ -22,7 +22,7 @@ from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
 from runtime.records import RequestRecord, StepRecord, percentile
 from runtime.slo import SLO
-from runtime.tunable import SchedulerView
+from runtime.tunable import Capabilities, Effect, SchedulerView
 from tests.building import request_record
 from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
@@ -75,6 +75,16 @@ def test_one_controller_at_a_time() -> None:
 def test_needs_an_slo() -> None:
     with pytest.raises(ValueError, match="slo is None, and the engine has none"):
         control(SimulatedEngine(h200))
+
+
+def test_a_profile_made_without_an_slo_has_none_to_give() -> None:
+    mean = sample_profile(objective="mean-e2e")
+    with pytest.raises(ValueError, match=r"and the profile was made without one \(objective mean-e2e\); pass slo="):
+        attach(SimulatedEngine(h200), profile=mean)
+    with attach(SimulatedEngine(h200), profile=mean, slo=SLO_) as attached:
+        assert attached.slo == SLO_
+    with attach(SimulatedEngine(h200), profile=sample_profile()) as attached:
+        assert attached.slo == sample_profile().slo
 
 
 def test_a_profile_says_where_to_start(tmp_path: Path) -> None:
@@ -242,6 +252,42 @@ def test_kill_switch_puts_the_old_knobs_back() -> None:
     attached.kill()
     assert engine.knobs == VLLM and engine.core.settings.policy is None and attached.status().ended
     engine.acquire("another").release()
+
+
+def test_knobs_set_by_hand_while_a_controller_observes_are_restored_too() -> None:
+    engine = SimulatedEngine(h200)
+    attached = control(engine, slo=SLO_, observe_only=True)
+    attached.set(token_budget=512)
+    attached.kill()
+    assert engine.knobs == VLLM
+    assert [(d.action, d.new["token_budget"]) for d in attached.latest(2)] == [("kill", 8192), ("detach", 8192)]
+
+
+@pytest.mark.parametrize("observe_only", [False, True])
+def test_knobs_that_nobody_set_are_not_restored(observe_only: bool) -> None:
+    """They were lowered when the controller came, and have risen since."""
+    engine = SimulatedEngine(h200)
+    engine.core.settings.limit(replace(engine.limits, max_batch_size=100))
+    attached = control(engine, slo=SLO_, controller=Fixed(VLLM), observe_only=observe_only)
+    engine.core.settings.limit(engine.limits)
+    attached.kill()
+    assert engine.knobs == VLLM
+
+
+@pytest.mark.parametrize(("effect", "why"), [("none", "has no such knob"), ("restart", "takes a restart for it")])
+def test_a_knob_that_cannot_be_turned_is_not_set_and_pauses_nothing(effect: Effect, why: str) -> None:
+    class Other(SimulatedEngine):
+        @property
+        def capabilities(self) -> Capabilities:
+            known = super().capabilities
+            return replace(known, knobs={**known.knobs, "chunk_size": effect})
+
+    engine = Other(h200)
+    with control(engine, slo=SLO_) as attached:
+        with pytest.raises(ValueError, match=f"^chunk_size is 64; this engine {why}$"):
+            attached.set(token_budget=512, chunk_size=64)
+        assert engine.knobs == VLLM and not attached.status().paused
+        assert "pause" not in [d.action for d in attached.decisions]
 
 
 @pytest.mark.parametrize("where", ["step", "request", "decide", "budget"])

@@ -20,12 +20,14 @@ from autotune.cli import bench
 from autotune.cli.exits import FELL_SHORT
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
+from autotune.profile import save_profile
+from autotune.profile.fingerprint import machine
 from autotune.workload import at_length_scale, parse_workload
 from runtime.errors import InputError
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from runtime.tunable import ModelInfo
-from tests.sample_profile import sample_model
+from tests.sample_profile import sample_model, sample_profile
 from tests.unit.paced import FACTS, WORKLOAD, paced
 
 PAGE = page_of("Mine", []).decode()
@@ -42,7 +44,9 @@ PAGE = page_of("Mine", []).decode()
         ),
         (["--rate", "0"], "--rate is 0; it must be a number from 1e-06 to 1e+06 requests/s"),
         (["--duration", "30"], '--duration: "30" is not a time; write 30s or 30m'),
-        (["--duration", ""], '--duration: "" is not a time'),
+        (["--duration", ""], "--duration is empty; give it a value, or leave it out"),
+        (["--engine", ""], "--engine is empty; give it a value, or leave it out"),
+        (["--model", ""], "--model is empty; give it a value, or leave it out"),
         (["--duration", "0.5s"], "--duration is 0.5s; it must be at least 1s"),
         (["--rounds", "0"], "--rounds is 0; it must be a whole number from 1 to 1000"),
         (
@@ -95,6 +99,29 @@ def test_a_calibration_that_measures_nothing_is_one_line_and_1(
         assert run(["bench", "--cpu", "--model", "nano"]) == 1
     said = "error: nothing could be measured: request 3 of the workload is refused: prompt is empty\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_profile_of_another_machine_or_model_is_named(
+    ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_this: dict[str, Any] = {"machine": machine(), "model": sample_model(name="nano")} if ours else {}
+    save_profile(sample_profile(**of_this), tmp_path / "p.yaml")
+
+    def stopped(**named: Any) -> None:
+        raise InputError("here")
+
+    source = SimpleNamespace(
+        model=ModelInfo("nano", 1000, 8192, device="cpu"), name="autotune-runtime", version="0.1.0", introduction=(),
+        limits=KnobLimits(), stock=Knobs(), default_kv_tokens=lambda: None, start=stopped,
+    )  # fmt: skip
+    monkeypatch.setattr(bench, "load", lambda *given, **named: source)
+    assert run(["bench", "--cpu", "--model", "nano", "--profile", str(tmp_path / "p.yaml")]) == 2
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert notes == ([] if ours else [
+        "note: profile was measured on NVIDIA H200, but this run uses the CPU",
+        "note: profile was measured with llama-3.1-8b, not nano",
+    ])  # fmt: skip
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

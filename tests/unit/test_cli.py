@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +22,14 @@ from autotune.cli.options import seconds
 from autotune.cli.profile_output import Files, activation, engine_facts, longer, next_steps
 from autotune.cli.profile_study import stem
 from autotune.engines.own import default_model
+from autotune.measure.evaluate import EvaluationError
 from autotune.profile import save_profile
 from autotune.profile.schema import profiles_folder
 from autotune.profile.text import is_profile
 from autotune.profiling.assemble import sidecar
 from autotune.report.profile_table import rows, show, table
 from autotune.report.tables import turned
-from runtime.errors import InputError
+from runtime.errors import AutotuneError, EngineClosedError, InputError, RejectedError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.torch_backend.presets import PRESETS
 from tests.sample_profile import full_profile, sample_profile
@@ -54,6 +56,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--budget", ""], "--budget is empty; give it a value, or leave it out"),
         (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
         (["--slo", "speed=5ms"], '--slo: "speed" is not a metric; the metrics are ttft, tpot, itl, e2e'),
         (["--pin", "budget=5"], "--pin: budget is not a knob; the knobs are max_batch_size, max_wait_ms, "),
@@ -158,6 +161,26 @@ def test_files_that_are_no_profiles(capsys: pytest.CaptureFixture[str], verb: st
     assert run([verb, "bad.yaml"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: bad.yaml: not valid YAML: line ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (EvaluationError("request 3 failed:\nno memory"), "nothing could be measured: request 3 failed: no memory"),
+        (EngineClosedError("the engine is closed"), "the engine is closed"),
+        (RejectedError("the engine is closed", reason="closed"), "the engine is closed"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_command_that_cannot_go_on_is_one_line_and_1(
+    error: AutotuneError, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr("autotune.profile.shipped_profiles", fails)
+    assert run(["profiles"]) == 1
+    assert capsys.readouterr().err == f"error: {says}\n"
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,8 +324,9 @@ def test_the_next_steps_work_as_they_are_printed(capsys: pytest.CaptureFixture[s
     """Also where vLLM has nothing for the value of a knob. ``check`` is run elsewhere: it loads a model."""
     knobs = Knobs(16, wait, 128, 128)
     made = profile(findings(measured(knobs, 40), measured(VLLM, 20)))
-    save_profile(made, Path("nano-cpu.yaml"))
-    steps = [command.split() for command, _ in next_steps(made, Path("nano-cpu.yaml"))]
+    file = Path("my nano-cpu.yaml")
+    save_profile(made, file)
+    steps = [shlex.split(command) for command, _ in next_steps(made, file)]
     assert [words[:2] for words in steps] == [["autotune", verb] for verb in ("report", "export", "check")]
     assert ("--allow-lossy" in steps[1]) == (wait > 0)
     for words in steps[:2]:
@@ -315,14 +339,16 @@ def test_longer_runs_are_advised_by_what_was_spent() -> None:
 
 def test_who_has_no_autotune_on_the_path_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after ``make run``, which calls it by its path."""
-    scripts = tmp_path / ".venv" / "bin"
+    scripts = tmp_path / "my work" / ".venv" / "bin"
     scripts.mkdir(parents=True)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(sys, "prefix", str(scripts.parent))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     (scripts / "activate").touch()
     assert activation() is None  # run from source: there is none to find
     (scripts / "autotune").touch(mode=0o755)
+    assert activation() == "source 'my work/.venv/bin/activate'"
+    monkeypatch.chdir(tmp_path / "my work")
     assert activation() == "source .venv/bin/activate"
     monkeypatch.setenv("PATH", str(scripts))
     assert activation() is None
@@ -358,6 +384,7 @@ def test_profiles_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out != ""
     assert run(["profiles", "--json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
+    assert refused(capsys, "profiles", "--json", "--schema").startswith("--json is given with --schema, which is JSON")
 
 
 @pytest.mark.parametrize(("text", "value"), [("90s", 90), ("2m", 120), ("1h30m", 5400), ("2m20s", 140), ("1.5m", 90)])

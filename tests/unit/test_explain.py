@@ -369,7 +369,7 @@ def test_records_that_are_of_no_use_are_said(
     assert run(["explain", str(log), "--records", "/dev/null"]) == 0
     shown = capsys.readouterr().out
     assert "requests  2 of 2 met their SLO" in shown, "of the run that the log tells of"
-    assert "records   null holds no request that came after the controller was attached" in shown
+    assert "records   null holds no request that came while the controller was attached" in shown
     beheaded = write(tmp_path / "beheaded.jsonl", [decision(60.0, "hold", "learning")])
     assert run(["explain", beheaded, "--records", str(kept), "--json"]) == 0
     (lacking,) = json.loads(capsys.readouterr().out)["lacking"]
@@ -404,6 +404,8 @@ def test_flips_that_change_nothing_are_one_line(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("why hold") == 7
     assert run(["explain", path, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["decisions"]) == 9, "scripts are given every one"
+    assert run(["explain", path, "--all", "--json"]) == 2
+    assert capsys.readouterr().err.startswith("error: --all is given with --json, which has every decision as it is")
 
 
 def test_two_holds_are_no_flips() -> None:

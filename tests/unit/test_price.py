@@ -26,7 +26,16 @@ def test_a_price_is_money_for_a_time(text: str, hourly: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("2.50", "write 2.50/h"), ("free", "such as 2.50/h"), ("0/h", "must be above 0"), ("-2/h", "such as")],
+    [
+        ("2.50", "write 2.50/h"),
+        ("free", "such as 2.50/h"),
+        ("nan", "such as 2.50/h"),
+        ("1e3", "such as 2.50/h"),
+        ("-2/h", "such as"),
+        ("0/h", r"must be above 0 and at most 1e\+15 an hour"),
+        ("99999999999999999999/h", r"must be above 0 and at most 1e\+15 an hour"),
+        ("9" * 400 + "/h", r"must be above 0 and at most 1e\+15 an hour"),
+    ],
 )
 def test_anything_else_is_said_in_one_line(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as raised:

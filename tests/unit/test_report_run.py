@@ -174,7 +174,7 @@ def test_a_run_without_a_request_since_the_boot_has_none_of_an_earlier_one(
             )
     run = read_run(log, records)
     assert run.decisions[0].evidence["boot"] == "0000bbbb" and run.records == ()
-    assert run.unrecorded == "requests.jsonl holds no request that came after the controller was attached."
+    assert run.unrecorded == "requests.jsonl holds no request that came while the controller was attached."
 
 
 def test_a_log_that_does_not_state_the_slo(
@@ -220,6 +220,26 @@ def test_the_last_run_of_a_log_that_holds_several(files: tuple[Path, Path], tmp_
     run = read_run(both, records)
     assert len(run.decisions) == len(read_run(log).decisions)
     assert "earlier runs" in run.lacking[0]
+
+
+def test_requests_that_came_after_the_controller_was_detached_are_not_of_its_run(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    log, records = files
+    run = read_run(log, records)
+    last = max(run.records, key=lambda r: r.arrival)
+    kept = tmp_path / "requests.jsonl"
+    kept.write_text(records.read_text(encoding="utf-8"), encoding="utf-8")
+    with RecordLog(kept) as more:
+        for late in (0.0, 0.5):  # it serves on, and nobody controls it
+            at = run.decisions[-1].at + late
+            more.on_request(last._replace(id=f"late-{late}", arrival=at, finished=at + 9.0))
+    whole = read_run(log, kept)
+    assert [r.id for r in whole.records if r.id.startswith("late")] == ["late-0.0"]
+    undone = tmp_path / "undone.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    undone.write_text("".join(line for line in lines if '"action":"detach"' not in line), encoding="utf-8")
+    assert len(read_run(undone, kept).records) == len(whole.records) + 1, "without an end all that came since"
 
 
 def test_from_the_command_line(

@@ -10,15 +10,18 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from autotune.cli.main import run
 from autotune.cli.options import request_classes
 from autotune.cli.serve import _setting
+from autotune.engines.own import OwnSource
 from autotune.profile import save_profile
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.records import FinishReason
 from runtime.serving.record_log import RecordLog, read_records
 from runtime.serving.run import bind, url_of
@@ -60,6 +63,8 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "says"),
     [
         ((), "name a model, such as tiny"),
+        (("",), "MODEL is empty; give it a value, or leave it out"),
+        (("tiny", "--anyway"), "--anyway is given without --profile; add the profile that it is to use"),
         (("tiny", "--class", "chat"), "--class is 'chat'; it must be NAME:SLO or NAME:SLO*WEIGHT"),
         (("tiny", "--class", "chat:tpot=30"), '--class chat: "tpot=30" has no unit'),
         (
@@ -86,6 +91,20 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
             ("./nothing-here", "--kv-tokens", "0", "--port", "0"),
             "--kv-tokens is 0; it must be a whole number of at least 1",
         ),
+        (
+            ("./nothing-here", "--kv-tokens", "1", "--port", "0"),
+            "--kv-tokens is 1; it must be a whole number from 16 to 2147483648",
+        ),
+        (
+            ("./nothing-here", "--max-queue", "0", "--port", "0"),
+            "--max-queue is 0; it must be a whole number of at least 1",
+        ),
+        (
+            ("./nothing-here", "--max-model-len", "0", "--port", "0"),
+            "--max-model-len is 0; it must be a whole number of at least 1",
+        ),
+        (("tiny", "--grace", "nan"), "--grace is nan; it must be a number from 0 to 86400"),
+        (("tiny", "--grace", "inf"), "--grace is inf; it must be a number from 0 to 86400"),
         (("tiny", "--ordering", "lifo"), "--ordering is lifo; it must be one of priority, fcfs, "),
         (("tiny", "--threads", "0"), "--threads is 0; it must be a whole number of at least 1"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
@@ -119,6 +138,41 @@ def test_bad_input_is_one_line_and_2(words: tuple[str, ...], says: str) -> None:
     lines = [line for line in text.splitlines() if " · loading " not in line]
     assert code == 2
     assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
+
+
+class Source:
+    """Ends the command as soon as an engine is to be made."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def with_options(self, **options: Any) -> NoReturn:
+        self.options = options
+        raise InputError("that is all")
+
+
+@pytest.mark.parametrize(
+    ("words", "late", "order", "own"),
+    [
+        ((), None, None, "priority"),
+        (("--ordering", "fair"), None, None, "fair"),
+        (("--reject-late",), "by_weight", "deadline", "priority"),
+        (("--relegate-late",), "relegate", "deadline", "priority"),
+        (("--reject-late", "--ordering", "fair"), "by_weight", "fair", "fair"),
+        (("--relegate-late", "--ordering", "priority"), "relegate", "priority", "priority"),
+    ],
+)
+def test_an_ordering_that_is_asked_for_holds_where_late_requests_are_rejected_too(
+    words: tuple[str, ...], late: str | None, order: str | None, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    monkeypatch.setattr(OwnSource, "load", lambda name, **loading: source)
+    code, text = ended("tiny", "--slo", "ttft=1s", "--port", "0", *words)
+    assert code == 2 and "that is all" in text
+    given = source.options
+    policy = AdmissionPolicy.of(given["admission"])
+    assert given.get("ordering", "priority") == own
+    assert (policy and policy.late, policy and policy.order) == (late, order)
 
 
 def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
@@ -162,6 +216,24 @@ def test_a_profile_gives_knobs_and_ceilings_and_options_win(tmp_path: Path) -> N
     save_profile(found, tmp_path / "mine.yaml")
     code, text = ended("--profile", str(tmp_path / "mine.yaml"), "--for", "fun")
     assert code == 2 and f"--for is fun; {tmp_path / 'mine.yaml'} holds {', '.join(found.settings)}" in text
+
+
+@pytest.mark.parametrize("objective", ["goodput", "mean-e2e"])
+def test_a_profile_made_without_an_slo_has_none_to_serve_by(
+    objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_profile(profile().model_copy(update={"objective": objective}), tmp_path / "mine.yaml")
+    source = Source()
+    monkeypatch.setattr(OwnSource, "load", lambda name, **loading: source)
+    mine = str(tmp_path / "mine.yaml")
+    note = f"note: {mine} was made without an SLO (objective mean-e2e), so no controller is attached; --slo names one\n"
+    without = objective == "mean-e2e"
+    _, text = ended("--profile", mine, "--anyway", "--port", "0")
+    assert (note in text) is without and source.options["slo"] == (None if without else profile().slo)
+    _, text = ended("--profile", mine, "--anyway", "--port", "0", "--slo", "ttft=1s")
+    assert note not in text and source.options["slo"] == SLO(ttft_ms=1000)
+    code, text = ended("--profile", mine, "--anyway", "--port", "0", "--control")
+    assert code == 2 and ("--control needs an SLO" in text) is without
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,11 @@ CONTROLLED = ("--controller", "predictive", "--requests", "100")
 def test_decisions_of_a_simulation_are_explained_in_virtual_time(
     path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = str(tmp_path / "run.jsonl")
+    log = str(tmp_path / "my run.jsonl")
     command = ["simulate", path, *SLOW_START, *CONTROLLED, "--seeds", "1"]
     run([*command, "--decisions", log])
     assert flat(capsys.readouterr().out).endswith(
-        f"decisions were appended to {log}: autotune explain {log} shows them"
+        f"decisions were appended to {log}: autotune explain '{log}' shows them"
     )
     assert run(["explain", log]) == 0
     first, *_ = lines = capsys.readouterr().out.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,9 +29,9 @@ class SLOsFrom(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """``decisions`` from one ``attach`` on; ``records`` of requests that came since then; ``slo_periods``: the SLOs and
-    from when they held, oldest first (empty if the log lacks them); ``unrecorded``: why there are no records, in a sentence;
-    ``lacking``: all that is missing, in sentences."""
+    """``decisions`` from one ``attach`` on; ``records`` of requests that came since then, up to its ``detach`` if there is one;
+    ``slo_periods``: the SLOs and from when they held, oldest first (empty if the log lacks them); ``unrecorded``: why there are
+    no records, in a sentence; ``lacking``: all that is missing, in sentences."""
 
     name: str
     decisions: tuple[Decision, ...]
@@ -109,8 +110,9 @@ def read_run(log: Path, records: Path | None = None) -> Run:
     unrecorded = "Without --records only decisions are known, and not how the requests fared."
     if records is not None:
         same = _of_last_boot(_read(records), decisions[0].evidence.get("boot"))
-        kept = tuple(r for r in same if r.arrival >= decisions[0].at)
-        unrecorded = "" if kept else f"{records.name} holds no request that came after the controller was attached."
+        ended = decisions[-1].at if decisions[-1].action == "detach" else math.inf
+        kept = tuple(r for r in same if decisions[0].at <= r.arrival <= ended)
+        unrecorded = "" if kept else f"{records.name} holds no request that came while the controller was attached."
     if unrecorded:
         lacking.append(unrecorded)
     if not slo_periods:
