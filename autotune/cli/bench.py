@@ -168,6 +168,10 @@ def bench(
         plotting.check(out)
         replaceable("--out", out, is_page, "is no page of autotune's")
     given = None if profile is None else _profile(profile)
+    if given is not None and given.own_slo is None and target is None:
+        raise InputError(
+            f"--slo: {profile} was made without an SLO (objective mean-e2e); add one, as ttft=500ms,tpot=50ms"
+        )
     aim = given.slo if target is None and given is not None else target  # None: a calibration's, which has a TTFT
     if reject_late and aim is not None and aim.ttft_ms is aim.e2e_ms is None:
         raise InputError("--reject-late needs to know what is late: add a TTFT, as in --slo ttft=500ms,tpot=50ms")

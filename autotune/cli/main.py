@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import typer
@@ -29,7 +30,6 @@ from autotune.cli import (
     watch,
 )
 from autotune.cli.exits import BAD_INPUT, DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import given_options
 from autotune.cli.output import guarded
 from runtime.errors import AutotuneError, InputError, ModelError
 from runtime.version import __version__
@@ -52,12 +52,13 @@ class Verbs(typer.core.TyperGroup):
 class Verb(typer.core.TyperCommand):
     """One of them. What is given to it as empty text, as by a shell variable that is not set, would stand for the default."""
 
-    def invoke(self, ctx: Any) -> Any:
-        for option, name in given_options(ctx).items():
-            if ctx.params[name] == "":
-                which = option if option.startswith("-") else option.upper()  # as the help has it
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for before, word in pairwise(["", *takewhile(lambda word: word != "--", args)]):
+            if word == "" or (word.startswith("--") and word.endswith("=")):
+                which = word.rstrip("=") or (before if before.startswith("-") and "=" not in before else "an argument")
                 raise InputError(f"{which} is empty; give it a value, or leave it out")
-        return super().invoke(ctx)
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
 
 app = typer.Typer(
@@ -165,17 +166,25 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ClickException as error:
         return _complain(str(getattr(error, "message", error)))
     except AutotuneError as error:
-        return _complain(_why_short(error), FELL_SHORT)
+        if (said := _why_short(error)) is not None:
+            return _complain(said, FELL_SHORT)
+        return _stopped()
     except (KeyboardInterrupt, typer.Abort):
-        with contextlib.suppress(OSError):
-            print("stopped", file=sys.stderr)
-        return INTERRUPTED
+        return _stopped()
 
 
-def _why_short(error: AutotuneError) -> str:
-    """What a command ended for that had begun."""
-    from autotune.measure.evaluate import EvaluationError
+def _stopped() -> int:
+    with contextlib.suppress(OSError):
+        print("stopped", file=sys.stderr)
+    return INTERRUPTED
 
+
+def _why_short(error: AutotuneError) -> str | None:
+    """What a command ended for that had begun; None if somebody stopped it."""
+    from autotune.measure.evaluate import EvaluationError, Interrupted
+
+    if isinstance(error, Interrupted):
+        return None
     return f"nothing could be measured: {error}" if isinstance(error, EvaluationError) else str(error)
 
 

@@ -235,7 +235,7 @@ def serve(
     facts = start_with.engine if start_with else None
     if facts is not None and (another := measured_on_another(facts, by.in_facts, by.version())):
         print(f"note: {another}", file=sys.stderr)
-    if start_with is not None and target is None and isinstance(serving, InProcess):
+    if start_with is not None and target is None and controlled is not False and isinstance(serving, InProcess):
         print(
             f"note: {profile} was made without an SLO (objective mean-e2e), so no controller is attached; --slo names one",
             file=sys.stderr,

@@ -90,7 +90,7 @@ class Actuator:
         self._turned = True
 
     def restore(self, cause: str) -> None:
-        """Set the knobs from before the controller was attached, whoever has set others since."""
+        """Set the knobs from before the controller was attached, if it or the operator has set any since."""
         current = self._engine.knobs
         with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to restore
             if self._turned:

@@ -383,6 +383,8 @@ class Control(ReportsRates):
         with self._lock:
             if self._ended:
                 return
+            with contextlib.suppress(AutotuneError):
+                self._by_the_clock()
             self._actuator.log("detach", cause, self._attainment.outcomes())
             self._ended = True
         with contextlib.suppress(AutotuneError):

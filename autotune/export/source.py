@@ -129,6 +129,8 @@ class ProfiledEngine(Source):
                 "different"
             )
         held = {key.replace("-", "_").removeprefix("no_") for key in written}
+        if self.another_model:
+            held |= {"dtype", "max_model_len"}  # which are left to the model
         options = {n: v for n, v in profile.engine.options.items() if n not in held and not n.startswith(_NO_MATTER)}
         if self.measured_there and options:
             given = ", ".join(f"{name}={value}" for name, value in options.items())

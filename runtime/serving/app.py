@@ -93,10 +93,12 @@ class Api:
             return EventStream(streams, lambda: self._events(body, prompts, shape, begin))
         done = await completed(streams, request.receive)
         whole = frame(answer_id, shape.kind, self.name)
-        whole["choices"] = [
-            shape.whole(completion, index, stream)
-            for index, (completion, stream) in enumerate(zip(done, streams, strict=True))
-        ]
+        whole["choices"] = await _aside(
+            any(completion.logprobs is not None for completion in done),  # each token has a text then
+            lambda: [
+                shape.whole(each, index, stream) for index, (each, stream) in enumerate(zip(done, streams, strict=True))
+            ],
+        )
         whole["usage"] = usage_of([completion.record for completion in done])
         return JSONResponse(whole)
 

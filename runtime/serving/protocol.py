@@ -110,7 +110,7 @@ class Message(Part):
     def _without_what_is_empty(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: given for name, given in value.items() if given != [] or name not in ECHOED}
+        return {name: given for name, given in value.items() if name not in ECHOED or given not in ([], {}, "")}
 
     def as_dict(self) -> dict[str, str]:
         named = {} if self.name is None else {"name": self.name}

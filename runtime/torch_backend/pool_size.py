@@ -213,8 +213,8 @@ def _peak(
                 f"model {loaded.name}: a step of one token does not fit beside its weights on {loaded.device}"
             )
         log.warning(
-            "a step of %d tokens does not fit beside the weights of %s; ceilings will be lowered as steps run out of memory",
-            limits.token_budget, loaded.name,
+            "a step of %d tokens%s does not fit beside the weights of %s; ceilings will be lowered as steps run out of memory",
+            limits.token_budget, " with log-probabilities and penalties" if params.logprobs else "", loaded.name,
         )  # fmt: skip
         limits = replace(
             limits, token_budget=limits.token_budget // 2, max_batch_size=max(1, limits.max_batch_size // 2)

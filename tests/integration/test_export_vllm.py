@@ -132,7 +132,7 @@ def test_the_key_that_a_warning_names_switches_async_scheduling_off(found: dict[
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_vllm_refuses_what_is_never_written(found: dict[str, Any], name: str) -> None:
-    """The tables write no such values; a dtype comes from the profile, and is checked."""
+    """The tables write no such values for the model that was measured; a dtype comes from the profile, and is checked."""
     assert found[name].get("refused"), f"vLLM takes {REFUSED[name]}"
     assert any(constraint(REFUSED[name]) for constraint in VLLM.constraints) == (name == "dtype")
 

@@ -136,6 +136,14 @@ def test_operator_bounds_and_pins_hold_from_the_start() -> None:
                 assert 16 <= decision.new["max_batch_size"] <= 48 and decision.new["chunk_size"] == 256
 
 
+def test_it_is_detached_when_it_is_told_to_be_not_when_the_last_step_ended() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO_) as attached:
+        engine.play(LOAD)
+        engine.run_until(engine.clock.now() + 10)
+    assert attached.decisions[-1].action == "detach" and attached.decisions[-1].at == round(engine.clock.now(), 6)
+
+
 def test_log_holds_every_decision_and_can_be_read_again(tmp_path: Path) -> None:
     engine, path = SimulatedEngine(h200), tmp_path / "run.jsonl"
     with control(engine, slo=SLO_, log=path) as attached:

@@ -101,6 +101,17 @@ def test_a_calibration_that_measures_nothing_is_one_line_and_1(
     assert capsys.readouterr().err == said
 
 
+def test_a_profile_made_without_an_slo_gives_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_profile(sample_profile(objective="mean-e2e"), tmp_path / "p.yaml")
+    assert run(["bench", "--cpu", "--profile", "p.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --slo: p.yaml was made without an SLO (objective mean-e2e); add one, as ttft=500ms,tpot=50ms\n"
+    )
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_profile_of_another_machine_or_model_is_named(
     ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -57,6 +57,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("arguments", "text"),
     [
         (["--budget", ""], "--budget is empty; give it a value, or leave it out"),
+        (["--out", ""], "--out is empty; give it a value, or leave it out"),
+        (["--class="], "--class is empty; give it a value, or leave it out"),
         (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
         (["--slo", "speed=5ms"], '--slo: "speed" is not a metric; the metrics are ttft, tpot, itl, e2e'),
         (["--pin", "budget=5"], "--pin: budget is not a knob; the knobs are max_batch_size, max_wait_ms, "),

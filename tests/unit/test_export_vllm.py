@@ -163,6 +163,9 @@ def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
         knobs, gpu=gpu, model=model, engine={**VLLM_ITSELF, "options": {"dtype": "half", "max_num_active_seqs": "9"}}
     )
     assert not any("was started with" in line for line in plain.warnings), "the file holds it, and the setting"
+    options = {"dtype": "half", "max_model_len": "4096"}
+    other = made(knobs, gpu=gpu, model_given="./other", engine={**VLLM_ITSELF, "options": options})
+    assert not any("was started with" in line for line in other.warnings), "they are left to the model"
     assert "engine vllm 0.32.0, started with load_format=dummy, enforce_eager=true" in text
     assert export.as_dict(Path("vllm.yaml"))["measured_on"] == "vllm 0.32.0"
     assert not any("approximate" in line for line in export.reports)

@@ -63,7 +63,7 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "says"),
     [
         ((), "name a model, such as tiny"),
-        (("",), "MODEL is empty; give it a value, or leave it out"),
+        (("",), "an argument is empty; give it a value, or leave it out"),
         (("tiny", "--anyway"), "--anyway is given without --profile; add the profile that it is to use"),
         (("tiny", "--class", "chat"), "--class is 'chat'; it must be NAME:SLO or NAME:SLO*WEIGHT"),
         (("tiny", "--class", "chat:tpot=30"), '--class chat: "tpot=30" has no unit'),

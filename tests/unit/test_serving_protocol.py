@@ -90,7 +90,7 @@ def test_spellings_of_others() -> None:
 
 
 def test_an_answer_that_is_sent_back_holds_empty_fields() -> None:
-    echoed = {"role": "assistant", "content": "a", "annotations": [], "tool_calls": [], "refusal": None, "audio": None}
+    echoed = {"role": "assistant", "content": "a", "annotations": [], "tool_calls": [], "refusal": "", "audio": {}}
     (message,) = chat(messages=[echoed]).messages
     assert message.as_dict() == {"role": "assistant", "content": "a"}
     error = refused(ChatRequest, {"messages": [{**echoed, "tool_calls": [{"id": "1"}]}]})

@@ -156,6 +156,7 @@ def test_nothing_is_late_without_a_target_for_the_first_token(late: str, tmp_pat
             f"autotune: {late} is on, but nothing is late by slo tpot=50ms@99%; it must have a TTFT or E2E target, as ttft=500ms"
         )
         assert replace(options, slo="e2e=5s,tpot=50ms", **{late: True}).settled()  # type: ignore[arg-type]
+        assert replace(options, classes=("chat:ttft=300ms",), **{late: True}).settled()  # type: ignore[arg-type]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------

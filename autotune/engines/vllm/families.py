@@ -58,7 +58,7 @@ class _Family:
         self.heard = 0.0
 
     def takes(self, place: Place, now: float) -> bool:
-        """Whether a request that comes ``now`` may be of the same HTTP request."""
+        """Whether a request that came ``now`` may be of the same HTTP request."""
         return now - self.heard <= _TOGETHER_S and self.drawn.get(place.prompt, place.drawn) == place.drawn
 
 
@@ -73,7 +73,7 @@ class Families:
         """Members of families that were refused, which are to be rejected, and why."""
 
     def joined(self, name: str, sequence: Sequence, now: float) -> None:
-        """vLLM has been given ``sequence`` by the ``name``."""
+        """vLLM has been given ``sequence`` by the ``name``. ``now``: when its API server was; a step may have lain between."""
         if (place := place_of(name)) is None:
             return
         family = self._newest.get(place.family)

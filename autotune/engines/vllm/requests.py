@@ -126,7 +126,7 @@ class SteeredRequests:
         self.newest, self.refusal, self._outweighed = sequence, None, []
         self._by_name[request.request_id] = sequence
         self._said[request.request_id] = int(request.priority)
-        self._families.joined(request.request_id, sequence, self.clock.now())
+        self._families.joined(request.request_id, sequence, ours.arrival)
         self._queue(sequence)
         if ours.expires is not None:
             self._expiries.add(sequence, ours.expires)

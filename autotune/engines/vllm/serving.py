@@ -90,8 +90,12 @@ class Options:
         """
         made = self if self.slo is not None or self.profile is None else self._of_profile(self.profile)
         target, admission = made.target(), made.admission()
-        made.request_classes()
-        if admission is not None and target is not None and first_target(target) == inf:
+        slos = [target, *(one.slo for one in made.request_classes())]
+        if (
+            admission is not None
+            and target is not None
+            and all(slo is None or first_target(slo) == inf for slo in slos)
+        ):
             late = "relegate_late" if made.relegate_late else "reject_late"
             raise InputError(
                 f"autotune: {late} is on, but nothing is late by slo {target}; it must have a TTFT or E2E target, as ttft=500ms"
