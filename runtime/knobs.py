@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import inf, isfinite
 from typing import Any
 
 from runtime.errors import shortened
@@ -49,6 +50,17 @@ class KnobSpec:
         if not self.low <= value <= top or (self.integer and value != int(value)):  # NaN and inf are outside
             raise self._wrong(value, top, where)
         return int(value) if self.integer else float(value)
+
+    def read(self, text: str, high: float | None = None, *, where: str = "") -> float:
+        """The same of the number that ``text`` is. ``1_000``, which only Python takes for one, is none."""
+        try:
+            value = float(text) if "_" not in text else inf
+        except ValueError:
+            value = inf
+        written = (
+            int(value) if value.is_integer() else value if isfinite(value) else text
+        )  # an error quotes what was written
+        return self.check(written, high, where=where)
 
     def _wrong(self, value: object, top: float, where: str) -> ValueError:
         kind = "a whole number " if self.integer else ""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from autotune.engines.defaults import VLLM_DEFAULTS
 from autotune.report.tables import turned
-from autotune.workload.options import plain_float
 from runtime.errors import EngineClosedError, InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -109,11 +108,7 @@ def parse_fixed(text: str, limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> 
             raise InputError(f"{name} is given twice")
         given.add(name)
         try:
-            value = plain_float(number)
-        except ValueError:
-            raise InputError(f'{name} is "{number}"; it must be a number') from None
-        try:
-            values[name] = specs[name].check(value, high=getattr(limits, name))
+            values[name] = specs[name].read(number, getattr(limits, name))
         except ValueError as error:
             raise InputError(str(error)) from None
     if "chunk_size" not in given:

@@ -37,8 +37,6 @@ def set_knobs(
 
 def parse_settings(settings: Sequence[str]) -> dict[str, float]:
     """``KNOB=VALUE`` words as knobs; raises :class:`InputError`. The ceilings are the engine's to check."""
-    from autotune.workload.options import plain_float  # with numpy and scipy: other verbs start without
-
     known = {spec.name: spec for spec in KNOBS}
     values: dict[str, float] = {}
     for text in settings:
@@ -48,9 +46,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, float]:
         if name in values:
             raise InputError(f"{name} is given twice")
         try:
-            number = plain_float(value)
-            values[name] = known[name].check(int(number) if number.is_integer() else number)
+            values[name] = known[name].read(value)
         except ValueError as error:
-            unread = f"{name} is {value!r}; it must be a number of {known[name].unit}"
-            raise InputError(str(error) if str(error).startswith(name) else unread) from None
+            raise InputError(str(error)) from None
     return values

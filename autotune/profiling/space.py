@@ -14,7 +14,6 @@ from decimal import Decimal
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 
 from autotune.engines.defaults import OTHER_DEFAULTS, VLLM_DEFAULTS, VLLM_LABEL
-from autotune.workload.options import plain_float
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
 
@@ -270,14 +269,9 @@ def _once(spec: KnobSpec, option: str, *given: Mapping[str, object]) -> None:
 
 def _number(option: str, spec: KnobSpec, text: str, limits: KnobLimits) -> float:
     try:
-        value = plain_float(text)
-        value = int(value) if value.is_integer() and spec.integer else value
-    except ValueError:
-        raise InputError(f'{option}: {spec.name}="{text}" is not a number') from None
-    try:
-        return spec.check(value, high=getattr(limits, spec.name))
+        return spec.read(text, getattr(limits, spec.name), where=f"{option}: ")
     except ValueError as error:
-        raise InputError(f"{option}: {error}") from None
+        raise InputError(str(error)) from None
 
 
 def _as(name: str, value: float) -> float:

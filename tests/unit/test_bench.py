@@ -398,11 +398,11 @@ def test_fixed_settings_as_typed() -> None:
     assert parse_fixed("token_budget=256", KnobLimits(), chunked).knobs.chunk_size == 256
     for text, said in (
         ("budget=5", '"budget=5" sets no knob; the knobs are max_batch_size, '),
-        ("token_budget", 'token_budget is ""; it must be a number'),
-        ("token_budget=x", 'token_budget is "x"; it must be a number'),
-        ("token_budget=1_000", 'token_budget is "1_000"; it must be a number'),
+        ("token_budget", "token_budget is ''; it must be a whole number"),
+        ("token_budget=x", "token_budget is 'x'; it must be a whole number"),
+        ("token_budget=1_000", "token_budget is '1_000'; it must be a whole number"),
         ("token_budget=8,token_budget=9", "token_budget is given twice"),
-        ("max_batch_size=129", "max_batch_size is 129.0; it must be a whole number between 1 and 128 sequences"),
+        ("max_batch_size=129", "max_batch_size is 129; it must be a whole number between 1 and 128 sequences"),
     ):
         with pytest.raises(InputError) as error:
             parse_fixed(text, limits)

@@ -56,7 +56,7 @@ PAGE = page_of("Mine", []).decode()
         (["--fixed", "budget=5"], '--fixed: "budget=5" sets no knob; the knobs are max_batch_size, '),
         (
             ["--fixed", "token_budget=9000"],
-            "--fixed: token_budget is 9000.0; it must be a whole number between 1 and 8192",
+            "--fixed: token_budget is 9000; it must be a whole number between 1 and 8192",
         ),
         (["--fixed", "token_budget=64", "--fixed", "token_budget=64"], "--fixed: 1024/64 is compared already"),
         (["--controller", "nobody"], "--controller: controller is 'nobody'; it must be one of aimd, bisection, "),

@@ -126,3 +126,18 @@ def test_with_leaves_the_original_alone() -> None:
     knobs = Knobs()
     assert knobs.with_(chunk_size=64).chunk_size == 64
     assert knobs == Knobs()
+
+
+def test_a_number_is_read_from_text_and_quoted_as_it_was_written() -> None:
+    specs = {spec.name: spec for spec in KNOBS}
+    budget = specs["token_budget"].read("64")
+    assert budget == 64 and isinstance(budget, int) and isinstance(specs["max_wait_ms"].read("5"), float)
+    assert specs["token_budget"].read("1e3") == 1000 and specs["max_wait_ms"].read(" 2.5 ") == 2.5
+    for text, quoted in (
+        ("", "''"), ("x", "'x'"), ("1_000", "'1_000'"), ("nan", "'nan'"), ("inf", "'inf'"), ("0", "0"), ("2.5", "2.5"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as caught:
+            specs["token_budget"].read(text, 128, where="--pin: ")
+        assert (
+            str(caught.value) == f"--pin: token_budget is {quoted}; it must be a whole number between 1 and 128 tokens"
+        )
