@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from benchmarks.controller.cache import Cache, from_entry, load_digest, scenario_digest, search_digest, to_entry
 from benchmarks.controller.contenders import STATIC, STATIC_FULL, STATIC_ORDER, STATIC_REJECT
+from benchmarks.controller.oracle import FIRST, Best, OracleSearch
 from benchmarks.controller.oracle import SEARCH as ORACLE_SEARCH
-from benchmarks.controller.oracle import Best, OracleSearch
 from benchmarks.controller.peaks import SEARCH as PEAK_SEARCH
 from benchmarks.controller.peaks import PeakSearch
 from benchmarks.controller.run import Bench
 from benchmarks.controller.scenarios import GRID, SCENARIOS, Load, Scenario
 from benchmarks.controller.work import Workers
+from benchmarks.local_search import STEPS
 
 TUNED = tuple(range(1, 11))
 SEEN = tuple(range(101, 111))
@@ -100,18 +101,34 @@ class OracleStore:
         plain = self._best(scenario, STATIC)
         if not self._layers:
             return Oracles(plain, reject)
-        return Oracles(plain, reject, self._best(scenario, STATIC_ORDER), self._best(scenario, STATIC_FULL))
+        return Oracles(plain, reject, self._best(scenario, STATIC_ORDER), self._refined(scenario))
 
     def _best(self, scenario: Scenario, contender: str) -> Best:
-        name = f"{scenario.name} {contender} {_seeds_text(self._seeds)}"
         digest = oracle_digest(scenario_digest(scenario, contender, self._workers.bench), scenario)
+        return self._kept(f"{scenario.name} {contender}", digest, lambda: self._search(scenario, contender))
+
+    def _refined(self, scenario: Scenario) -> Best:
+        """The best setting with all layers, between those of the grid, too. A variant takes that of its scenario."""
+        base = self._refined(SCENARIOS[scenario.like]) if scenario.like else self._best(scenario, STATIC_FULL)
+        single = base.single
+        behaviour = scenario_digest(scenario, STATIC_FULL, self._workers.bench)
+        search = OracleSearch(scenario, self._seeds, self._workers, contender=STATIC_FULL)
+        return self._kept(
+            f"{scenario.name} {STATIC_FULL} refined",
+            search_digest(behaviour, [single], *STEPS, FIRST),
+            lambda: search.best_of([single]) if scenario.like else search.refine(single),
+        )
+
+    def _kept(self, what: str, digest: str, search: Callable[[], Best]) -> Best:
+        """``what`` of these seeds, from the cache or searched for."""
+        name = f"{what} {_seeds_text(self._seeds)}"
         entry = self._cache.get(name, digest)
         if entry is not None:
             return from_entry(entry)
         begun = time.monotonic()
-        best = self._search(scenario, contender)
+        best = search()
         self._cache.put(name, digest, to_entry(best))
-        met, offered = (sum(getattr(o, what) for o in best.by_seed.values()) for what in ("met", "offered"))
+        met, offered = (sum(getattr(o, count) for o in best.by_seed.values()) for count in ("met", "offered"))
         knobs = ", ".join(f"{k.max_batch_size}/{k.token_budget}/{k.chunk_size}" for k in best.schedule)
         took = f"{best.runs} runs, {time.monotonic() - begun:.0f} s"
         self._say(f"{name}: {met / offered:.3f} within the SLO with {knobs} ({took})")

@@ -6,6 +6,8 @@ best three of each on all. What is best in each phase, put together, is a schedu
 the other candidates are tried on all seeds, until no change helps. A setting is chosen on the mean of the seeds it is judged on,
 which favours the oracle. The budget is the number of runs, kept with the result.
 
+Whoever is compared with one setting for the whole run has a local search from the grid's best (:mod:`benchmarks.local_search`).
+
 ``contender`` says what every cell has besides: nothing (``static``), early rejection, or order and rejection.
 """
 
@@ -16,8 +18,9 @@ from typing import NamedTuple
 
 from benchmarks.controller.contenders import STATIC
 from benchmarks.controller.run import Outcome
-from benchmarks.controller.scenarios import Scenario
+from benchmarks.controller.scenarios import COLD, Scenario
 from benchmarks.controller.work import Task, Workers, by_slots, roomy
+from benchmarks.local_search import local_search
 from runtime.knobs import Knobs
 
 Schedule = tuple[Knobs, ...]
@@ -25,7 +28,8 @@ Schedule = tuple[Knobs, ...]
 _ROUNDS = ((1, 6), (3, 3))  # seeds, and how many cells of each phase go on to the next round
 _TRIED = 2  # other settings tried for a phase in the descent
 SEARCH = (_ROUNDS, _TRIED)
-"""The constants that a finding depends on."""
+"""The constants that a finding in the grid depends on."""
+FIRST = 3  # seeds that every setting of a local search serves
 
 
 class Best(NamedTuple):
@@ -69,6 +73,18 @@ class OracleSearch:
             self.evaluate([(cell,) for cell in cells], seeds)
             cells = sorted(cells, key=lambda cell: -self._total((cell,), seeds))[:kept]
         return self.best_of(cells)
+
+    def refine(self, single: Knobs) -> Best:
+        """The best that a local search finds from ``single``, a setting for the whole run."""
+
+        def met(cells: Sequence[Knobs], seeds: Sequence[int]) -> list[float]:
+            self.evaluate([(cell,) for cell in cells], seeds)
+            return [self._total((cell,), seeds) for cell in cells]
+
+        found = local_search(
+            single, COLD, lambda cells: met(cells, self._seeds[:FIRST]), lambda cells: met(cells, self._seeds)
+        )
+        return self._best((found,), found)
 
     def best_of(self, cells: Sequence[Knobs]) -> Best:
         """The best of a few settings, each for the whole run."""

@@ -6,8 +6,9 @@ wants the core that the engine computes on. Rate and SLO of each follow from a c
 - *ours* starts cold from vLLM's defaults in every turn, knows neither machine nor traffic, and has all it can do: knobs,
   budgets of single steps, early rejection, deadline order. All its requests count, those it learns from too. ``--knobs-only``
   adds the same turning knobs and nothing else; ``--admission`` the best fixed settings with the same order and rejection;
-  ``--layers`` everybody with one layer more at a time (ours, the defaults, AIMD and bisection; the other rivals with all; their
-  constants are those of the simulated benchmark), and the best fixed settings with the same order and rejection.
+  ``--layers`` ours with one layer more at a time, the defaults and the rivals with all, AIMD and bisection with knobs alone, too
+  (their constants are those of the simulated benchmark, those that are tokens made smaller as lengths are), and the best fixed
+  settings with the same order and rejection.
 - *defaults* are vLLM's, 1024 sequences and 8192 tokens, on our engine.
 - *the best fixed setting*: a grid of 42 is simulated on the step times of this very machine; the best eight are measured, and
   the best of these by what was measured, known only afterwards, is what ours is compared with: of each load its own, for a
@@ -38,7 +39,7 @@ from typing import NamedTuple
 from autotune.bench import Contender, Result, defaults, fixed
 from autotune.bench.plotting import check
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.setup import LOAD, typical_step
 from autotune.writing import write_whole
 from benchmarks.command import INTERRUPTED, command, exit_code, say, seconds, share
@@ -95,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layers",
         action="store_true",
-        help="also everybody with one layer more at a time, and fixed settings with admission",
+        help="also ours with one layer more at a time, the rivals with all (some with knobs alone, too), and fixed settings with "
+        "admission",
     )
     parser.add_argument(
         "--contender",
@@ -142,6 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Interrupted:
             say("stopped before anything was measured")
             return INTERRUPTED
+        except EvaluationError as error:
+            say(f"error: nothing could be measured: {error}")
+            return 1
         statics = {name: [s.contender for s in found] for name, found in loads.screened.items()}
         contest = Contest(
             simulation(args.seed) if args.simulated else machine, loads.cases, everywhere, statics, plan.keep, seed=args.seed,

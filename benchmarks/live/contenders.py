@@ -16,8 +16,15 @@ _LIVE: Mapping[str, tuple[Layer, ...]] = {
     "aimd": ("knobs", "full"), "bisection": ("knobs", "full"), "niyama": ("full", "relegate"),
 }  # fmt: skip
 """The layers with which rivals take part; others do with all."""
-_HERE: Mapping[str, Constants] = {"niyama": {"least": 16}}
-"""Constants that differ here: fewer tokens a step than the 128 that Niyama's authors have at least serve best."""
+_LENGTHS = 1 / 8
+"""Of the lengths that the rivals' constants were chosen on, as a rule; 1/16 on slow machines. The fixed settings that serve best
+hold 32 to 96 tokens a step here, fewer than those constants would ever allow."""
+_IN_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "aimd": ("more", "floor"), "gradient": ("queue", "least"), "p-pas": ("cap",), "niyama": ("least",),
+}  # fmt: skip
+"""The constants of rivals that are tokens of a step."""
+_PUBLISHED: Mapping[str, Constants] = {"niyama": {"least": 128}}
+"""Those of them that nothing else was chosen for."""
 
 
 def ours(limits: KnobLimits) -> Contender:
@@ -34,9 +41,17 @@ def layer_of(base: str, layer: Layer, limits: KnobLimits, name: str = "") -> Con
     """What sets knobs in the simulated benchmark under this name, with the layers up to ``layer`` and the same constants. Only
     Niyama has no order of its own here: in deadline order, as all others (its α was tuned to 0.1 ms a token, nearly that).
     """
-    constants = {**constants_of(base, layer), **_HERE.get(base, {})}
-    made = partial(attach, ALGORITHMS[base], constants, layer, POLICIES.get(layer))
+    made = partial(attach, ALGORITHMS[base], _fitting(base, constants_of(base, layer)), layer, POLICIES.get(layer))
     return Contender(name or f"{base} {LAYERS[layer]}", limits.clamp(VLLM_DEFAULTS), control=True, attach=made)
+
+
+def _fitting(base: str, constants: Constants) -> Constants:
+    """``constants`` with those that are tokens as much smaller as lengths are."""
+    given = {**_PUBLISHED.get(base, {}), **constants}
+    return {
+        name: max(1, round(_LENGTHS * value)) if name in _IN_TOKENS.get(base, ()) else value
+        for name, value in given.items()
+    }
 
 
 def layers(limits: KnobLimits) -> list[Contender]:

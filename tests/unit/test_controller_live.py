@@ -16,20 +16,22 @@ from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile import find_profile, load_profile
 from autotune.profile.serving import serving_cost
 from autotune.profiling.setup import LOAD, typical_step
-from benchmarks.controller.contenders import LAYERS, OURS
+from benchmarks.controller.constants import constants_of
+from benchmarks.controller.contenders import LAYERS, OURS, RIVALS
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.__main__ import Plan as Rounds
 from benchmarks.controller_live.__main__ import main, prepare
 from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.machine import simulated
 from benchmarks.controller_live.summary import compared, layer_ratios, panels, report, summary
+from benchmarks.live import contenders as live_contenders
 from benchmarks.live.contenders import admitted, base_and_layer, layers, ours, ours_knobs_only
 from benchmarks.live.learning import served
 from benchmarks.live.loads import Case, slo_for
 from benchmarks.live.machine import Machine
 from benchmarks.live.screening import GRID, screen
 from benchmarks.live.serving import Contest, turn
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from tests.unit.paced import FACTS
 
 MODEL = FACTS.model_copy(update={"max_model_len": 4096})
@@ -333,3 +335,17 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_loaded(caps
 def test_says_which_contenders_there_are(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_constants_that_are_tokens_fit_lengths_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(
+        live_contenders, "attach", lambda algorithm, constants, *rest: found.update({algorithm.about: constants})
+    )
+    for rival in RIVALS:
+        live_contenders.layer_of(rival, "full", KnobLimits()).attach(None, None)  # type: ignore[misc, arg-type]
+    by_name = {rival: found[RIVALS[rival].about] for rival in RIVALS}
+    assert by_name["niyama"]["least"] == 16 and by_name["niyama"]["margin"] == constants_of("niyama", "full")["margin"]
+    for rival, name in (("aimd", "floor"), ("gradient", "queue"), ("p-pas", "cap")):
+        assert by_name[rival][name] == round(constants_of(rival, "full")[name] / 8) <= 96
+    assert by_name["bisection"] == constants_of("bisection", "full")

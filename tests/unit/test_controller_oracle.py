@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -52,6 +54,44 @@ TINY = Scenario(
     grid=Grid((16, 128), (512, 8192), ()),
 )
 BENCH = Bench({"H200 conv-inter": 22.0, "H200 conv-strict": 18.0})
+
+
+class Hill:
+    """In place of workers: a run meets as many requests as its setting is near to a peak; runs are counted."""
+
+    def __init__(self, peak: Knobs) -> None:
+        self.peak, self.ran = peak, list[Task]()
+
+    def runs(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Outcome]]:
+        for task in tasks:
+            self.ran.append(task)
+            (knobs,) = task.schedule
+            off = sum(
+                abs(math.log(getattr(knobs, name) / getattr(self.peak, name)))
+                for name in ("max_batch_size", "token_budget")
+            )
+            met = round(10_000 - 1000 * off)
+            yield task, Outcome(((10_000, met),), ((10_000, met),))
+
+
+def test_a_local_search_finds_what_lies_between_the_cells() -> None:
+    peak = Knobs(45, 0, 1408, 1408)
+    hill = Hill(peak)
+    search = OracleSearch(TINY, tuple(range(10)), cast(Workers, hill))
+    found = search.refine(Knobs(32, 0, 1024, 1024))
+    knobs = found.single
+    assert abs(math.log(knobs.token_budget / 1408)) < 0.07 and abs(math.log(knobs.max_batch_size / 45)) < 0.13
+    assert knobs.chunk_size == knobs.token_budget and found.schedule == (knobs,) and len(found.by_seed) == 10
+    assert len(hill.ran) == len(set(hill.ran)) == found.runs < 200
+    below = search.refine(Knobs(16, 0, 256, 128)).single
+    assert below.chunk_size <= 128, "a chunk of its own stays one"
+
+
+def test_a_local_search_ends_where_nothing_beside_is_better() -> None:
+    hill = Hill(COLD)
+    found = OracleSearch(TINY, (1, 2, 3, 4), cast(Workers, hill)).refine(COLD)
+    assert found.single == COLD and max(task.schedule[0].token_budget for task in hill.ran) == COLD.token_budget
+    assert sum(task.seed == 4 for task in hill.ran) == 1, "the others had three seeds to show themselves on"
 
 
 @pytest.fixture
@@ -204,6 +244,15 @@ class TestCache:
                 found = OracleStore(Cache(tmp_path / "c.json"), workers, (21, 22), said.append).of([tiny])
             assert found["tiny"].plain.by_seed[21].offered > 100
         assert sum(f"tiny {STATIC} 21-22" in line for line in said) == 1
+
+    @pytest.mark.slow
+    def test_the_setting_with_all_layers_is_refined_beyond_the_grid(self, tiny: Scenario, tmp_path: Path) -> None:
+        cache = Cache(tmp_path / "c.json")
+        with Workers(1, BENCH) as workers:
+            found = OracleStore(cache, workers, (21, 22), print, reject=False).one(tiny).full
+        assert found is not None and found.single not in tiny.grid.cells()
+        of_grid = cache.entry(f"tiny {STATIC_FULL} 21-22")
+        assert of_grid is not None and sum(found.single_met.values()) > sum(from_entry(of_grid).single_met.values())
 
     @pytest.mark.slow
     def test_seeds_with_a_gap_are_others_than_the_range(self, tiny: Scenario, tmp_path: Path) -> None:
