@@ -292,12 +292,15 @@ def weighted_attainment(counted: CountedByClass) -> float:
 
 
 def attained(counted: CountedByClass, slo: SLO, classes: Iterable[RequestClass] = ()) -> bool:
-    """Whether each of ``classes`` has the attainment of its own SLO, and all other requests that of ``slo``."""
+    """Whether each of ``classes`` has the attainment of its own SLO, and all other requests that of ``slo``.
+
+    False if none was offered.
+    """
     targets = {one.name: one.slo.attainment for one in classes}
     if not counted.classes:
         return counted.attainment >= slo.attainment
-    by_class = counted.classes.items()
-    return all(c.attainment >= targets.get(name, slo.attainment) for name, c in by_class if c.offered)
+    offered = [(name, c) for name, c in counted.classes.items() if c.offered]
+    return bool(offered) and all(c.attainment >= targets.get(name, slo.attainment) for name, c in offered)
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:

@@ -46,7 +46,7 @@ class SeedCapacity(NamedTuple):
     """What one seed says. ``rate``: the highest mean rate of the workload that held (0: none did), with its ``score``.
 
     ``failed``: the next one that did not hold, inf when all that were tried did; ``tried``: how many simulations it took;
-    ``answer``: mean output tokens of its requests.
+    ``answer``: mean output tokens of the requests at ``rate`` (0: none held).
     """
 
     seed: int
@@ -226,15 +226,16 @@ class Search:
     """How to look for capacities: what a setting does at a rate under a seed, over which seeds, to which relative precision.
 
     ``simulate`` None: the setting cannot be simulated there, which counts as missed. ``holds``: whether a score meets what is
-    aimed at; ``answer``: mean output tokens of a seed's requests; ``lowest``, ``highest``: rates worth trying; ``step``: the
-    first one from where a search begins; ``late``: no further simulation of a setting, and no further setting, then.
+    aimed at; ``answer``: mean output tokens of the requests at a rate under a seed; ``lowest``, ``highest``: rates worth
+    trying; ``step``: the first one from where a search begins; ``late``: no further simulation of a setting, and no further
+    setting, then.
     """
 
     simulate: Callable[[Knobs, float, int], Score | None]
     holds: Callable[[Score], bool]
     seeds: tuple[int, ...]
     precision: float = PRECISION
-    answer: Callable[[int], float] = lambda seed: 0.0
+    answer: Callable[[float, int], float] = lambda rate, seed: 0.0
     lowest: float = 0.0
     highest: float = math.inf
     step: float = 2.0
@@ -325,7 +326,7 @@ class Search:
 
     def _of_seed(self, knobs: Knobs, seed: int, start: float, progress: Progress) -> SeedCapacity:
         search = RateSearch(start, precision=self.precision, lowest=self.lowest, highest=self.highest, step=self.step)
-        best, tried, answer = None, 0, self.answer(seed)
+        best, tried = None, 0
         while (rate := search.ask()) is not None and not (tried and self.late()):
             held, score = self._holds(knobs, rate, seed, progress)
             search.tell(rate, held)
@@ -333,6 +334,7 @@ class Search:
             best = score if held else best
             if not search.held and (score is None or _hardly_meet(score)):
                 break
+        answer = self.answer(search.held, seed) if search.held else 0.0
         return SeedCapacity(seed, search.held, search.failed, best, tried, answer)
 
 

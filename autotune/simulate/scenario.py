@@ -180,10 +180,12 @@ class Scenario:
             )
         return begin, length
 
-    def mean_answer(self, seed: int, requests: int) -> float:
+    def mean_answer(self, rate: float, seed: int, requests: int) -> float:
         """Mean output tokens of the requests that :meth:`measure` counts."""
-        first = math.ceil(WARM_UP * requests)
-        return statistics.fmean(a.output_tokens for a in self.workload.arrivals(seed, limit=first + requests))
+        begin, length = self.window(rate, seed, requests)
+        own = 0 if self.seedless(requests) else seed
+        arrivals = self.workload.at_rate(rate).arrivals(own, duration=begin + length)
+        return statistics.fmean(a.output_tokens for a in arrivals if a.time >= begin)
 
     def distinct(self, seeds: Sequence[int], requests: int) -> tuple[int, ...]:
         """Those of ``seeds`` that make a difference: the first alone where neither requests nor step times depend on a seed."""

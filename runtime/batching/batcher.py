@@ -177,25 +177,29 @@ class Batcher(TunableBatcher):
         Raises ``ValueError`` for a time that is not above 0 and a cost below 0, and :class:`RejectedError`: ``queue_full``
         (where it would have to wait in an event loop, too), ``slo``, ``closed``.
         """
-        future = self._new(item, priority, tenant, request_class, deadline_s, timeout_s, request_id)
+        cost = self._cost_of(item)
+        future = self._future(
+            self._item(item, cost, priority, tenant, request_class, deadline_s, timeout_s, request_id)
+        )
         self._pool.submit(future.item, block=self._block and not in_event_loop())
         return future
 
-    def _new(
+    def _item(
         self,
         payload: Any,
+        cost: int,
         priority: int = 0,
         tenant: str = "",
         request_class: str = "default",
         deadline_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
-    ) -> ItemFuture:
+    ) -> Item:
         now = self._now()
-        item = Item(
+        return Item(
             payload,
             now,
-            1 if self._cost is None else self._cost_of(payload),
+            cost,
             priority,
             tenant,
             UNTIL_SLO if deadline_s is None else now + seconds("deadline_s", deadline_s),
@@ -203,6 +207,8 @@ class Batcher(TunableBatcher):
             request_class,
             next(self._ids) if request_id is None else request_id,
         )
+
+    def _future(self, item: Item) -> ItemFuture:
         future = item.handle = StreamFuture() if self._streams else ItemFuture()
         future.item = item
         future._withdraw = self._pool.withdraw
@@ -210,8 +216,7 @@ class Batcher(TunableBatcher):
         return future
 
     def _cost_of(self, payload: Any) -> int:
-        assert self._cost is not None
-        cost = self._cost(payload)
+        cost = 1 if self._cost is None else self._cost(payload)
         if type(cost) is int and cost > 0:
             return cost
         return whole_cost(cost)
@@ -233,7 +238,7 @@ class Batcher(TunableBatcher):
         """
         if self._pool.here:
             raise RuntimeError(FOR_ITSELF)
-        future = self._new(item, **options)
+        future = self._future(self._item(item, self._cost_of(item), **options))
         while not self._pool.submit(future.item, patient=self._block):
             try:
                 await self._pool.backpressure.wait_in_loop(future)
@@ -255,11 +260,13 @@ class Batcher(TunableBatcher):
 
         It reads no further ahead than the queue has room, and waits for that whatever ``when_full`` says. There is no deadline
         unless ``deadline_s`` gives one. The first exception is raised, and the rest withdrawn, unless ``return_exceptions``
-        puts it in its place. ``progress`` draws a bar on stderr.
+        puts it in its place (one of the cost function, too). ``progress`` draws a bar on stderr.
         """
         options.setdefault("deadline_s", inf)
+        self._item(None, 1, **{**options, "request_id": ""})  # a wrong option is nobody's outcome
         return map_over(
-            lambda item: self._new(item, **options),
+            self._cost_of,
+            lambda item, cost: self._future(self._item(item, cost, **options)),
             lambda future: self._pool.submit(future.item, block=True),
             items,
             self._pool,

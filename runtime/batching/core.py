@@ -26,6 +26,7 @@ from runtime.slo import SLO, find_slo, first_target
 from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
+_PAUSE = 4  # times the usual gap: a longer one counts as this long, or one pause would pass for a low rate
 _NEWEST_CALL = 0.1  # its weight in the mean
 
 
@@ -67,6 +68,7 @@ class BatchCore:
         self.expiries: Expiries[Item] = Expiries(_ended)
         self._busy = 0.0  # integral of calls running over time
         self._busy_at = 0.0
+        self._gap_square = 0.0  # mean square of the gaps between arrivals, as their mean is taken
         self.item_s = 0.0
         """Seconds from one result to the next while calls run, lately."""
         self.hold_until = inf
@@ -110,7 +112,7 @@ class BatchCore:
         state.now = now
         gap = max(0.0, item.arrival - state.last_arrival)  # threads may overtake one another by a moment
         if gap < inf:
-            state.gap_s = gap if state.gap_s == inf else state.gap_s + _ARRIVALS * (gap - state.gap_s)
+            self._learn_gap(gap)
         state.last_arrival = max(item.arrival, state.last_arrival)
         state.knobs = self.knobs
         later = self.strategy.admit(item, state)
@@ -128,6 +130,17 @@ class BatchCore:
         state.free_places = self.max_queue - state.waiting
         if item.expires < inf and not item.held:
             self.expiries.add(item, item.expires)
+
+    def _learn_gap(self, gap: float) -> None:
+        """The usual gap is the one that a moment falls into (mean square over mean): many items at once leave it as it is."""
+        state, square = self.state, self._gap_square
+        if state.gap_s == inf:
+            state.gap_s, self._gap_square = gap, gap * gap
+            return
+        if square > 0:
+            gap = min(gap, _PAUSE * square / state.gap_s)
+        state.gap_s += _ARRIVALS * (gap - state.gap_s)
+        self._gap_square += _ARRIVALS * (gap * gap - square)
 
     def forget(self, item: Item) -> bool:
         """``item`` has ended, by its client's wish or otherwise. False if it did not wait: it runs, or had ended."""
@@ -202,6 +215,8 @@ class BatchCore:
         for item in decision.drop:
             if self.forget(item):
                 ended.append(Ended(item, FinishReason.REJECTED, "slo", self.item_s * state.waiting))
+        if self.fault is not None:  # the grouping could not let go of one
+            return Next(None, inf, ended)
         if not decision.items:
             self.hold_until, self.hold_items = decision.wake_at, decision.wake_items
             return Next(None, decision.wake_at, ended)

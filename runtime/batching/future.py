@@ -79,8 +79,8 @@ class ItemFuture(Future[Any]):
 
     def cancel(self) -> bool:
         """Withdraw the item. False if it has ended, or runs and its outputs do not come one by one: then nothing happens."""
-        if self.cancelled():
-            return True
+        if self.done():
+            return self.cancelled()
         if not self._withdraw(self.item):  # under the batcher's lock: whoever wins, wins alone
             return self.cancelled()
         self.item.handle = self._keeps = None

@@ -22,7 +22,8 @@ _AHEAD = 8192  # items submitted before the first result is taken, at most: resu
 
 
 def map_over(
-    new: Callable[[Any], ItemFuture],
+    cost_of: Callable[[Any], int],
+    new: Callable[[Any, int], ItemFuture],
     enter: Callable[[ItemFuture], object],
     items: Iterable[Any],
     pool: Pool,
@@ -39,7 +40,7 @@ def map_over(
         line: deque[ItemFuture] = deque()
         crowd: dict[ItemFuture, None] = {}
         running: Collection[ItemFuture] = line if ordered else crowd  # those whose outcome has not been given out
-        source = _submitted(new, enter, items, return_exceptions)
+        source = _submitted(cost_of, new, enter, items, return_exceptions)
         most = min(pool.core.max_queue, _AHEAD)
         outcomes = _in_order(source, line, most, pool) if ordered else _as_completed(source, crowd, most, pool)
         try:
@@ -53,14 +54,24 @@ def map_over(
 
 
 def _submitted(
-    new: Callable[[Any], ItemFuture],
+    cost_of: Callable[[Any], int],
+    new: Callable[[Any, int], ItemFuture],
     enter: Callable[[ItemFuture], object],
     items: Iterable[Any],
     return_exceptions: bool,
 ) -> Iterator[ItemFuture]:
-    """Submits one item each time it is asked. One that is refused gets a future that says so."""
+    """Submits one item each time it is asked. One that is refused, or whose cost cannot be had, gets a future that says so."""
     for item in items:
-        future = new(item)
+        try:
+            cost = cost_of(item)
+        except Exception as error:
+            if not return_exceptions:
+                raise
+            future = ItemFuture()
+            future.set_exception(error)
+            yield future
+            continue
+        future = new(item, cost)
         try:
             enter(future)
         except RejectedError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
@@ -108,6 +109,25 @@ def test_out_of_memory_lowers_the_limits_and_the_knobs_with_them() -> None:
     assert core.knobs.max_batch_size == 32 and core.epoch == 2  # what was set last comes back with them
     with pytest.raises(ValueError, match="max_batch_size is 5000"):
         core.settings.set_knobs(Knobs(max_batch_size=5000))
+
+
+def gap_after(gaps: Iterable[float]) -> float:
+    """What the core takes for the time between two arrivals."""
+    core, now = core_of(Static(), size=4096), 0.0
+    for gap in (0.0, *gaps):
+        now += gap
+        core.submit(Item(None, now), now)
+    return core.state.gap_s
+
+
+def test_a_pause_does_not_pass_for_a_low_rate() -> None:
+    steady = [0.05] * 100
+    for pause in (60.0, 3600.0, 1e9):
+        assert 0.05 < gap_after([*steady, pause]) < 0.06
+    assert gap_after([*steady, *[5.0] * 60]) == pytest.approx(5.0, rel=0.2)  # a rate that falls for good is found
+    assert gap_after([*[5.0] * 10, *steady]) == pytest.approx(0.05, rel=1.0)
+    crowds = [5.0, *[0.0] * 99] * 4  # a hundred at once are no reason to take the next five seconds for a pause
+    assert gap_after([*crowds, 5.0]) == pytest.approx(0.25, rel=0.1)
 
 
 def test_a_withdrawn_item_never_runs() -> None:

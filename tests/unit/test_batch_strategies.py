@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from math import inf
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Call, Item
 from runtime.batching.service_model import Price, ServiceModel
-from runtime.batching.strategies import Adaptive, Dynamic
+from runtime.batching.strategies import Adaptive, Dynamic, lookahead
 from runtime.batching.strategies.lookahead import Bounds, choose
 from runtime.batching.virtual import Served
 from runtime.errors import RejectedError
@@ -254,6 +255,40 @@ def test_workers_that_do_not_disturb_one_another_are_all_used() -> None:
     assert {call.worker for call in served.calls} == {0, 1, 2}
 
 
+def shared_device() -> BatchCore:
+    """Of two workers, of which each slows the other down to less than half, so that one call at a time is better."""
+    model = ServiceModel(shared=True)
+    for k in range(200):
+        cost, others = 1 + 13 * k % 100, k % 2
+        model.observe(call_of(1, cost, (0.020 + 0.001 * cost) * (1 + 1.2 * others), float(others)))
+    core = core_of(Adaptive(model=model), slo=SLO_400, workers=2)
+    core.strategy.observe(call_of(8, 80, 0.100), core.state)
+    return core
+
+
+def test_a_short_slo_is_not_held_back_behind_a_long_call() -> None:
+    core = shared_device()
+    core.submit(Item(None, 0.0, 1000, deadline=inf), 0.0)
+    assert core.next(0.0).call is not None  # for a second
+    core.submit(Item(None, 0.0, 5), 0.0)
+    assert core.next(0.0).call is not None
+
+
+def test_calls_are_kept_apart_as_long_as_they_are_on_time() -> None:
+    core = shared_device()
+    core.submit(Item(None, 0.0, 100, deadline=inf), 0.0)
+    assert core.next(0.0).call is not None  # for 120 ms
+    core.submit(Item(None, 0.0, 10, deadline=inf), 0.0)
+    assert core.next(0.0).call is None and core.hold_items == 2  # the next one may be due sooner
+    core.submit(Item(None, 0.0, 10), 0.0)
+    assert core.next(0.0).call is None
+    assert core.hold_until == pytest.approx(
+        0.400 - 1.125 * 2.2 * 0.040, abs=0.01
+    )  # should that call take longer than it ought to
+    assert core.next(0.2).call is None
+    assert core.next(core.hold_until).call is not None
+
+
 def test_sizes_nobody_gave_are_felt_out() -> None:
     served = run(
         core_of(Adaptive(), slo=SLO(e2e_ms=2000), size=4096), poisson(1000, 10, 26), lambda c: 0.1 + 1e-4 * len(c.items)
@@ -263,6 +298,58 @@ def test_sizes_nobody_gave_are_felt_out() -> None:
         assert len(call.items) <= max(16, 2 * largest)
         largest = max(largest, len(call.items))
     assert largest > 60
+
+
+@pytest.mark.parametrize(("target_s", "waits_s"), [(inf, 60.0), (20.0, 10.0)])
+def test_what_is_in_no_hurry_is_not_passed_over_for_ever(target_s: float, waits_s: float) -> None:
+    """Beside items that come all the time, and of which none is on time in a call as long as that."""
+    slo = SLO(e2e_ms=100)
+    items = [Item(None, i / 100, 1 + i * 7 % 5) for i in range(9000)]
+    items += [Item(None, at, 80, deadline=at + target_s, request_class="dear") for at in (5.0, 15.0)]
+    items.sort(key=lambda item: item.arrival)
+    served = run(core_of(Adaptive(), slo=slo), items, lambda call: 0.020 + 0.001 * call.cost)
+    live, dear = ([r for r in served.records if r.request_class == name] for name in ("default", "dear"))
+    assert max(inf if r.scheduled is None else r.scheduled - r.arrival for r in dear) < waits_s + 1
+    assert sum(slo.met(r) for r in live) > 0.99 * len(live)
+
+
+def test_what_was_passed_over_gets_a_tenth_of_the_time() -> None:
+    model = ServiceModel()
+    for k in range(200):
+        model.observe(call_of(1 + k % 8, 1 + 13 * k % 100, 0.020 + 0.001 * (1 + 13 * k % 100)))
+    core = core_of(Adaptive(model=model), slo=SLO(e2e_ms=100))
+    core.strategy.observe(call_of(8, 80, 0.100), core.state)
+    first, second = (Item(None, 0.0, 80, deadline=20.0) for _ in range(2))
+    core.submit(first, 0.0)
+
+    def goes_at(now: float) -> Sequence[Item]:
+        """Beside five items that could not wait for it."""
+        for _ in range(5):
+            core.submit(Item(None, now, 3), now)
+        call = core.next(now).call
+        assert call is not None
+        core.done(call, now + 0.020 + 0.001 * call.cost)
+        return call.items
+
+    assert first not in goes_at(9.9)
+    assert goes_at(10.1) == [first]
+    core.submit(second, 10.2)
+    assert second not in goes_at(10.2) and second not in goes_at(11.0)
+    assert goes_at(11.2) == [second]
+
+
+def test_of_items_that_cost_the_same_the_same_ones_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a faster way for them."""
+    rng = random.Random(30)
+    for _ in range(200):
+        arrivals = [rng.uniform(-0.1, 0.0) for _ in range(rng.randint(1, 50))]
+        items = [Item(None, at, 3, deadline=at + rng.choice([0.15, 0.2, 1.0, inf])) for at in arrivals]
+        price = Price(0.01, 0.003 * rng.random(), 0.001 * rng.random())
+        bounds = Bounds(rng.randint(1, 40), rng.choice([1, 30, 10**6]), price, rng.choice([inf, 0.03]))
+        with monkeypatch.context() as patch:
+            patch.setattr(lookahead, "_one_cost", lambda items: False)
+            expected = choose(items, 0.0, bounds, reorder=True)
+        assert choose(items, 0.0, bounds, reorder=True) == expected
 
 
 def test_wrong_values_are_named() -> None:

@@ -13,7 +13,7 @@ from runtime import Batcher
 from runtime.batching.core import BatchCore
 from runtime.batching.groupings import grouping_of
 from runtime.batching.item import Item
-from runtime.batching.strategies import Dynamic
+from runtime.batching.strategies import Decision, Dynamic
 from runtime.batching.virtual import serve
 from runtime.errors import RejectedError, StepFailedError
 from runtime.records import FinishReason
@@ -104,6 +104,25 @@ def test_a_grouping_that_fails_to_let_go_does_not_leave_a_cancelled_item_open() 
         fn.gate.release(3)
         assert running.result(30) == 0
         assert isinstance(other.exception(30), StepFailedError)
+
+
+def test_a_grouping_that_fails_to_let_go_of_what_is_dropped_loses_nothing() -> None:
+    """The call that was chosen beside it would begin, and nobody would run it."""
+
+    class Drops(Dynamic):
+        def decide(self, state: Any) -> Decision:
+            dropped, *others = state.queue.first(3)
+            return Decision(others, [dropped])
+
+    grouping: Any = Breaks(grouping_of("arrival"), "removed", 1)
+    core = BatchCore(Drops(), grouping)
+    items = [Item(i, 0.0) for i in range(3)]
+    for item in items:
+        core.submit(item, 0.0)
+    step = core.next(0.0)
+    assert isinstance(core.fault, Bug) and step.call is None and not core.state.running
+    assert [each.item for each in [*step.ended, *core.drop_waiting("")]] == items
+    assert not core.has_work
 
 
 def test_who_submits_hears_of_a_strategy_that_fails_to_admit_and_the_others_go_on() -> None:

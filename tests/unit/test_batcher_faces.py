@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import pytest
@@ -176,6 +177,29 @@ def test_map_raises_the_first_error_or_puts_it_in_its_place(capsys: pytest.Captu
         found = list(b.map(range(10), return_exceptions=True, progress=True))
         assert found[:7] == list(range(7)) and isinstance(found[7], ValueError) and found[8:] == [8, 9]
     assert "10/10" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_map_puts_an_error_of_the_cost_function_in_its_place(ordered: bool) -> None:
+    costs = {"a": 1, "below": -1, "b": 2, "none": nan}
+    with Batcher(lambda names: names, cost=costs.__getitem__) as b:
+        found = list(b.map([*costs, "unknown"], ordered=ordered, return_exceptions=True))
+        results, errors = ([f for f in found if isinstance(f, Exception) is bad] for bad in (False, True))
+        assert results == ["a", "b"] and [type(e) for e in errors] == [ValueError, ValueError, KeyError]
+        assert not ordered or found[0::2] == ["a", "b", errors[-1]]
+        with pytest.raises(ValueError, match="cost of an item is -1"):
+            list(b.map(costs))
+        left = b.map([*costs] * 50, return_exceptions=True)
+        assert next(left) == "a"
+        del left  # while some that failed have not been given out
+
+
+@pytest.mark.parametrize(("options", "error"), [({"deadline_s": -1}, ValueError), ({"dedline_s": 1}, TypeError)])
+def test_a_wrong_option_of_map_is_nobodys_outcome(options: dict[str, Any], error: type[Exception]) -> None:
+    source = iter([1, 2])
+    with Batcher(double) as b, pytest.raises(error, match="_s"):
+        list(b.map(source, return_exceptions=True, **options))
+    assert list(source) == [1, 2]
 
 
 def test_packing_and_padding_are_ways_to_collate() -> None:

@@ -89,6 +89,11 @@ def test_every_class_must_have_its_own_attainment() -> None:
     for chat, batch in ((26, 30), (30, 29)):
         seen = point([two(SMALL, chat, batch)])
         assert not OBJECTIVE.attained(seen) and not attained(seen, CHAT.slo, CLASSES)
+    parts = point([two(SMALL, 30, 30)]).classes
+    nothing = {
+        name: part.model_copy(update={"offered": 0, "met": 0, "attainment": 0.0}) for name, part in parts.items()
+    }
+    assert not attained(point([two(SMALL, 30, 30)]).model_copy(update={"classes": nothing}), CHAT.slo, CLASSES)
     assert not OBJECTIVE.refuted(point([two(SMALL, 26, 30)])), "one miss too many of 30 may be bad luck"
     assert OBJECTIVE.refuted(point([two(SMALL, 30, 26)])), "four misses of 30 where 1% are allowed are not"
     assert OBJECTIVE.shares == "90% of chat and 99% of batch"

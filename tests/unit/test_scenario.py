@@ -165,6 +165,15 @@ def test_requests_that_are_the_same_under_every_seed_count_once(tmp_path: Path) 
     assert found.offered_rate == pytest.approx(scores[0].offered_rate, abs=1e-3)
 
 
+def test_the_mean_answer_is_that_of_the_requests_that_count(tmp_path: Path) -> None:
+    """Answers of 20 tokens and more, each one longer than the one before; two of the 20 requests are the warm-up."""
+    replayed = scenario(workload=trace(tmp_path / "t.csv"))
+    assert [replayed.mean_answer(2.0, seed, 1000) for seed in (0, 5)] == [20 + (2 + 19) / 2] * 2
+    talk = scenario(workload="shared-prefix")
+    few, many = (talk.mean_answer(rate, 1, 100) for rate in (0.1, 20.0))
+    assert few != many  # other turns of the conversations come then
+
+
 def test_whose_requests_depend_on_the_seed(tmp_path: Path) -> None:
     replayed = trace(tmp_path / "t.csv")
     for workload in (replayed, f"{replayed},limit=5", f"a={replayed}@1", "fixed:prompt=9,output=9"):

@@ -4,6 +4,8 @@
   comes while one runs makes the next. Nothing is learned from queues, so nothing is left over from a burst.
 - The time of a call is learned (:mod:`runtime.batching.service_model`). With a deadline in sight the items of a call are
   chosen so that they are on time (:mod:`~runtime.batching.strategies.lookahead`).
+- What has all the time there is, or far more than others, is passed over for them, but not for ever: the oldest of it goes
+  once it has waited for half its target time, and for a minute at most. Such calls get a tenth of the time.
 - Early drop: what could not be on time even in a call of its own is rejected, and at arrival what would come to be late
   behind those that wait already, once a full call of them does. The knobs are ceilings.
 - Holding back only where it pays (:mod:`~runtime.batching.strategies.holding`): with a price for each call, or where calls
@@ -21,16 +23,21 @@ from math import ceil, inf
 
 from runtime.batching.item import Call, Item
 from runtime.batching.service_model import Price, ServiceModel
-from runtime.batching.strategies.holding import better_alone, lanes, worth_more
+from runtime.batching.strategies.holding import better_alone, in_time_beside, lanes, likely_left, time_left, worth_more
 from runtime.batching.strategies.lookahead import Bounds, choose
 from runtime.batching.strategies.protocol import Decision, Fit, State, cost_of, fit
+from runtime.ordering import NO_DEADLINE_S
 from runtime.records import LimitedBy
 
 _FIRST = 16  # items that a call may hold before any has been seen
 _LOOK = 256  # items looked at beyond a full call, at most
 _HOPE = 1.0  # of the expected time: with less than this left an item has hardly a chance
+_PATIENT = 10  # times the shortest target: what has so much time is passed over for others
+_PASSED_OVER = 0.5  # of its target time, after which it goes first
+_OVERDUE_SHARE = 0.1  # of the time for calls with such items, or many of them would leave nothing to the others
 _TRY = 8  # of so many decisions in which everything is late, one tries an item all the same
 _GUARD = 0.02  # of the target time, kept in reserve when holding
+_GROWTH = 0.125  # of a call that is kept apart, after which it is looked at again
 _SEEN_BESIDE = 16  # calls beside others to be seen before what they do to one another is believed
 _WELL = 0.75  # of what calls can get through, at most, for queues to stay short
 _ONLY_AN_END = 1 << 60  # items: no arrival changes the decision
@@ -52,6 +59,7 @@ class Adaptive:
         self._mean_cost = 0.0  # of an item
         self._late = 0
         self._kept_apart = 0  # calls in a row
+        self._overdue_at = -inf  # before then none that was passed over goes first
         self._lanes_at = (-1, 0)  # (samples of the model, lanes)
 
     def admit(self, item: Item, state: State) -> float | None:
@@ -64,7 +72,7 @@ class Adaptive:
             return None
         calls = max(ceil((waiting + 1) / most), (state.waiting_cost + item.cost) / state.knobs.token_budget)
         cost = state.waiting_cost + item.cost
-        left = sum(max(0.0, call.start + (call.predicted or 0.0) - state.now) for call in state.running)
+        left = sum(time_left(call, state.now) for call in state.running)
         at_once = self._lanes(state)
         a, b, d = model.price(at_once - 1)
         took = (a * calls + b * waiting + d * cost + left) / at_once
@@ -81,10 +89,15 @@ class Adaptive:
         if not model.ready:
             return Decision(found.items, limited_by=found.limited_by)
         due = min(item.deadline for item in found.items)
-        if state.running and not state.closing and state.free_places > 0 and self._keep_apart(found, due, state, model):
-            window = state.oldest + state.knobs.max_wait_ms / 1e3
-            if window > now:
-                return Decision(wake_at=window, wake_items=most if len(found.items) < most else _ONLY_AN_END)
+        if state.running and not state.closing and state.free_places > 0:
+            until = self._apart_until(found, due, state, model)
+            if until > now:
+                more = most if len(found.items) < most else _ONLY_AN_END
+                if state.slo_s is not None and now + state.slo_s < due:
+                    more = state.waiting + 1  # the next one may be due sooner
+                elif due < inf:
+                    more = min(more, state.waiting + 1 + int(_GROWTH * state.waiting))  # a longer call must go sooner
+                return Decision(wake_at=until, wake_items=more)
         price = model.price(self._beside(state, state.waiting - len(found.items), most))
         drop: list[Item] = []
         if due < inf:
@@ -121,6 +134,9 @@ class Adaptive:
             (doomed if hopeless else alive).append(item)
         if alive:
             self._late = 0
+            overdue = self._overdue(alive, state, bounds)
+            if overdue:
+                return overdue, doomed
             chosen = choose(alive, now, bounds, reorder=queue.in_order)
             if chosen:
                 return chosen, doomed
@@ -132,6 +148,22 @@ class Adaptive:
         if self._late % _TRY == 0:
             return [last], doomed[:-1]
         return [], doomed
+
+    def _overdue(self, alive: list[Item], state: State, bounds: Bounds) -> list[Item]:
+        """A call of those in no hurry, if the oldest of them has been passed over for too long."""
+        now = state.now
+        if not state.queue.in_order or now < self._overdue_at:
+            return []
+        least = _PATIENT * min(item.deadline - item.arrival for item in alive)
+        patient = [item for item in alive if item.deadline - item.arrival >= least]
+        if not patient:
+            return []
+        first = patient[0]
+        if now - first.arrival <= min(NO_DEADLINE_S, _PASSED_OVER * (first.deadline - first.arrival)):
+            return []
+        found = fit(patient, bounds.most, bounds.budget, bounds.padded)
+        self._overdue_at = now + bounds.price.of(len(found.items), found.cost) / _OVERDUE_SHARE
+        return list(found.items)
 
     def _limit(self, chosen: list[Item], most: int, state: State, drop: list[Item]) -> LimitedBy:
         if len(chosen) == most:
@@ -163,15 +195,27 @@ class Adaptive:
             self._lanes_at = (model.samples, count)
         return self._lanes_at[1]
 
-    def _keep_apart(self, found: Fit, due: float, state: State, model: ServiceModel) -> bool:
-        """Whether ``found`` had better wait for a call that runs to end, because they slow one another down."""
+    def _apart_until(self, found: Fit, due: float, state: State, model: ServiceModel) -> float:
+        """Until when ``found`` had better wait for a call that runs to end, because they slow one another down; ``now``: it
+        need not. It may be asked again before, when the last moment has come to be on time."""
+        now, running = state.now, state.running
         if model.beside < _SEEN_BESIDE or self._kept_apart >= _ASK_AGAIN:
-            return False
-        if len(state.running) >= self._lanes(state):
-            return True
-        if found.limited_by is not LimitedBy.DEMAND or self._too_much(state, model):
-            return False
-        return better_alone(found.items, found.cost, due, state, model)
+            return now
+        free = now + model.margin * min(likely_left(call, now) for call in running)
+        beside, alone = (
+            model.margin * model.predict(len(found.items), found.cost, len(running) - ended) for ended in (0, 1)
+        )
+        if len(running) >= self._lanes(state):
+            waits = free + alone <= due or not in_time_beside(found.items, found.cost, state, model)
+        elif found.limited_by is not LimitedBy.DEMAND or self._too_much(state, model):
+            waits = False
+        else:
+            waits = better_alone(found.items, found.cost, due, state, model)
+        if not waits:
+            return now
+        window = state.oldest + state.knobs.max_wait_ms / 1e3
+        chances = (due - (1 + _GROWTH) * beside, due - alone)  # to be on time beside it, and once it has ended
+        return min([window, *(at for at in chances if at > now)])
 
     def _too_much(self, state: State, model: ServiceModel) -> bool:
         """Whether more comes than as many calls as run now could well serve, were they full."""

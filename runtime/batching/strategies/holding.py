@@ -14,7 +14,8 @@ goes when the item that is due first could otherwise be late, or the wait window
 **A device that others use.** Beside others a call takes longer, and makes theirs longer. With o running, k items to go, and
 the first of them over in r seconds, now costs k·t(k, o) plus the delay it causes; waiting costs k·(r + t(k + arrivals,
 o − 1)), and must meet the deadline unless it is over sooner even so. With a full call's worth waiting, what counts is whether
-one more call at a time gets more items through.
+one more call at a time gets more items through. What would be late for that, and need not, does not wait for calls that are
+longer than its own and have the time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from runtime.batching.item import Item
+from runtime.batching.item import Call, Item
 from runtime.batching.service_model import ServiceModel
 from runtime.batching.strategies.protocol import State
 
@@ -41,6 +42,16 @@ def worth_more(waits_s: float, items: int, oldest: float, state: State, price: f
     return state.last_arrival + surplus / items
 
 
+def time_left(call: Call, now: float) -> float:
+    """Seconds until ``call``, which runs, should be over; 0 if it takes longer than was predicted."""
+    return max(0.0, call.start + (call.predicted or 0.0) - now)
+
+
+def likely_left(call: Call, now: float) -> float:
+    """The same, but one that is over its time by a second is thought to take another."""
+    return abs(call.start + (call.predicted or 0.0) - now)
+
+
 def lanes(now: int, slots: int, items: int, cost: float, model: ServiceModel) -> int:
     """How many full calls at a time get the most items through, beginning at the ``now`` that are thought so already.
 
@@ -57,6 +68,26 @@ def lanes(now: int, slots: int, items: int, cost: float, model: ServiceModel) ->
     return now
 
 
+def in_time_beside(items: Sequence[Item], cost: int, state: State, model: ServiceModel) -> bool:
+    """Whether more than half of the ``items`` that are not lost are on time if they go now, while every call that runs takes
+    longer than theirs, and stays on time beside it."""
+    running, now = state.running, state.now
+    beside, alone = model.price(len(running)), model.price(len(running) - 1)
+    each = cost / len(items)
+    soonest = now + model.margin * beside.of(1, each)
+    dues = sorted(item.deadline for item in items if item.deadline >= soonest)
+    took = model.margin * beside.of(len(dues), each * len(dues))
+    if dues and dues[(len(dues) - 1) // 2] < now + took:
+        return False
+    for call in running:
+        n, c = len(call.items), call.cost
+        left = model.margin * likely_left(call, now)
+        longer = left + took * (beside.of(n, c) / max(alone.of(n, c), 1e-9) - 1)
+        if left < took or now + longer > min(item.deadline for item in call.items):
+            return False
+    return True
+
+
 def better_alone(items: Sequence[Item], cost: int, due: float, state: State, model: ServiceModel) -> bool:
     """Whether ``items``, no full call and due at ``due``, had better wait for a call in ``state.running`` to end."""
     running, now = state.running, state.now
@@ -68,7 +99,7 @@ def better_alone(items: Sequence[Item], cost: int, due: float, state: State, mod
     delay, soonest = 0.0, inf
     for call in running:
         n, c = len(call.items), call.cost
-        left = max(0.0, call.start + (call.predicted or 0.0) - now)
+        left = time_left(call, now)
         soonest = min(soonest, left)
         delay += n * min(left, took) * (beside.of(n, c) / max(alone.of(n, c), 1e-9) - 1)
     more = (

@@ -12,6 +12,7 @@ A call ends for all of its items at once, so an item may go only with those that
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
@@ -21,6 +22,7 @@ from runtime.batching.item import Item
 from runtime.batching.service_model import Price
 
 _ALIKE = 0.75  # of the longest target: shorter ones are another kind
+_deadline = operator.attrgetter("deadline")
 
 
 class Bounds(NamedTuple):
@@ -54,7 +56,10 @@ def _in_two(plan: Sequence[Item], items: Sequence[Item], now: float, bounds: Bou
     """Items on time in ``plan`` and in the best call after it."""
     gone = set(map(id, plan))
     after = min(bounds.free_at, now + bounds.price.of(len(plan), sum(item.cost for item in plan)))
-    return len(plan) + len(_most([item for item in items if id(item) not in gone], after, bounds))
+    left = _latest_first(item for item in items if id(item) not in gone)
+    if _one_cost(left):
+        return len(plan) + len(_slice(left, after, bounds))
+    return len(plan) + max(map(len, _sets(left, after, bounds)), default=0)
 
 
 def _from_front(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
@@ -98,12 +103,32 @@ def _most(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
     large, the dearest is put out again (of equals the latest due). The largest set seen is the answer.
     """
     best, best_at = 0, -1
-    ordered = sorted(items, key=_deadline, reverse=True)
+    ordered = _latest_first(items)
+    if _one_cost(ordered):
+        return list(reversed(_slice(ordered, now, bounds)))
     for at, heap in enumerate(_sets(ordered, now, bounds)):
         if len(heap) >= best:  # of equal sizes the one with the earlier deadlines: the others can wait
             best, best_at = len(heap), at
     best_sets = deque(_sets(ordered[: best_at + 1], now, bounds), maxlen=1)  # again: copies would cost more
     return [ordered[at] for heap in best_sets for at in sorted((entry[2] for entry in heap), reverse=True)]
+
+
+def _slice(ordered: list[Item], now: float, bounds: Bounds) -> list[Item]:
+    """The same of items that all cost the same, as they are ``ordered``, several times as fast: what is put out is the latest
+    due, so that the set is always a slice."""
+    fixed, per_item, per_cost = bounds.price
+    cost = ordered[0].cost
+    each, most = per_item + per_cost * cost, max(1, min(bounds.most, bounds.budget // cost))
+    seconds, size, best, best_end = now + fixed, 0, 0, 0
+    for end, item in enumerate(ordered, 1):
+        seconds += each
+        size += 1
+        while size and (seconds > item.deadline or size > most):
+            seconds -= each
+            size -= 1
+        if size >= best:
+            best, best_end = size, end
+    return ordered[best_end - best : best_end]
 
 
 def _sets(ordered: Iterable[Item], now: float, bounds: Bounds) -> Iterator[list[tuple[int, float, int]]]:
@@ -125,5 +150,10 @@ def _sets(ordered: Iterable[Item], now: float, bounds: Bounds) -> Iterator[list[
         yield heap
 
 
-def _deadline(item: Item) -> float:
-    return item.deadline
+def _latest_first(items: Iterable[Item]) -> list[Item]:
+    return sorted(items, key=_deadline, reverse=True)
+
+
+def _one_cost(items: Sequence[Item]) -> bool:
+    """Whether they are there, and all cost the same."""
+    return len({item.cost for item in items}) == 1
