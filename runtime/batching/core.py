@@ -69,6 +69,7 @@ class BatchCore:
         self._busy = 0.0  # integral of calls running over time
         self._busy_at = 0.0
         self._gap_square = 0.0  # mean square of the gaps between arrivals, as their mean is taken
+        self._paused = False  # whether the latest gap was taken for a pause
         self.item_s = 0.0
         """Seconds from one result to the next while calls run, lately."""
         self.hold_until = inf
@@ -132,13 +133,16 @@ class BatchCore:
             self.expiries.add(item, item.expires)
 
     def _learn_gap(self, gap: float) -> None:
-        """The usual gap is the one that a moment falls into (mean square over mean): many items at once leave it as it is."""
+        """The usual gap is the one that a moment falls into (mean square over mean): many items at once leave it as it is. A
+        long one is a pause; two in a row are not."""
         state, square = self.state, self._gap_square
         if state.gap_s == inf:
             state.gap_s, self._gap_square = gap, gap * gap
             return
-        if square > 0:
-            gap = min(gap, _PAUSE * square / state.gap_s)
+        most = _PAUSE * square / state.gap_s if square > 0 else inf
+        paused, self._paused = self._paused, gap > most
+        if self._paused and not paused:
+            gap = most
         state.gap_s += _ARRIVALS * (gap - state.gap_s)
         self._gap_square += _ARRIVALS * (gap * gap - square)
 

@@ -126,21 +126,17 @@ class Pool:
 
     def _take_in(self, item: Item, block: bool, patient: bool) -> bool:
         core = self.core
-        held = (block or patient) and not self.backpressure.admits(item)
-        if held and block and self.here:
-            held = False  # it would wait for itself
-        if held:
+        if block and not self.backpressure.admits and self.here:
+            block = False  # it would wait for itself: the queue is full
+        if (block or patient) and not self.backpressure.admits:
             if not item.held:
                 item.held = True
                 if item.expires < inf:
                     core.expiries.add(item, item.expires)
                     self._timekeeper.watch(item.expires)
-            if block:
-                self.backpressure.wait(item)
-            elif item.state is not ENDED:
-                return False
-        if item.held:
-            self.backpressure.leave(item)
+            if not block:
+                return item.state is ENDED
+            self.backpressure.wait(item)
         if item.state is ENDED:  # it timed out before there was room
             return True
         if item.held:
@@ -168,7 +164,6 @@ class Pool:
         with self.lock:
             gone = self.core.forget(item) or (self._streams and self.core.leave(item))
             if gone:
-                self.backpressure.leave(item)
                 self.backpressure.left()
                 if self.core.fault is not None:
                     self.wake()
@@ -348,7 +343,7 @@ class Pool:
         records = [end_early(each, self._now(), self.core.epoch) for each in ended]
         if ended:
             with self.lock:
-                self.backpressure.look(each.item for each in ended)
+                self.backpressure.look()  # a thread may be waiting with one of them
                 for call in self.core.state.running:
                     if (kill := self._functions[call.worker].kill) and all(item.state is ENDED for item in call.items):
                         kill()  # nobody waits for what it is at

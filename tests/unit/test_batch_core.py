@@ -126,6 +126,8 @@ def test_a_pause_does_not_pass_for_a_low_rate() -> None:
         assert 0.05 < gap_after([*steady, pause]) < 0.06
     assert gap_after([*steady, *[5.0] * 60]) == pytest.approx(5.0, rel=0.2)  # a rate that falls for good is found
     assert gap_after([*[5.0] * 10, *steady]) == pytest.approx(0.05, rel=1.0)
+    fast = [*[5.0] * 10, *[2e-6] * 1000]
+    assert gap_after([*fast, 5.0]) < 1e-3 and gap_after([*fast, *[5.0] * 15]) > 2.5  # a crowd is forgotten as before
     crowds = [5.0, *[0.0] * 99] * 4  # a hundred at once are no reason to take the next five seconds for a pause
     assert gap_after([*crowds, 5.0]) == pytest.approx(0.25, rel=0.1)
 

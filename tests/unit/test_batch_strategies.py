@@ -274,6 +274,16 @@ def test_a_short_slo_is_not_held_back_behind_a_long_call() -> None:
     assert core.next(0.0).call is not None
 
 
+def test_a_call_that_is_late_anyway_holds_nobody_back() -> None:
+    core = shared_device()
+    core.submit(Item(None, 0.0, 1000, deadline=1.1), 0.0)
+    assert core.next(0.0).call is not None
+    (running,) = core.state.running
+    running.items[0].deadline = 0.5
+    core.submit(Item(None, 0.0, 5), 0.0)
+    assert core.next(0.0).call is not None
+
+
 def test_calls_are_kept_apart_as_long_as_they_are_on_time() -> None:
     core = shared_device()
     core.submit(Item(None, 0.0, 100, deadline=inf), 0.0)
@@ -333,9 +343,10 @@ def test_what_was_passed_over_gets_a_tenth_of_the_time() -> None:
 
     assert first not in goes_at(9.9)
     assert goes_at(10.1) == [first]
+    core.submit(Item(None, 0.0, 300, deadline=inf), 10.2)  # older, and with all the time there is
     core.submit(second, 10.2)
     assert second not in goes_at(10.2) and second not in goes_at(11.0)
-    assert goes_at(11.2) == [second]
+    assert goes_at(11.2)[0] is second
 
 
 def test_of_items_that_cost_the_same_the_same_ones_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from functools import partial
 
 import pytest
 
@@ -14,7 +13,6 @@ from runtime import Batcher, FinishReason
 from runtime.errors import RejectedError, RequestTimeoutError
 from tests.fakes import Records
 from tests.unit.batcher_doubles import Gated
-from tests.waiting import until
 
 STOP, TIMEOUT, CANCELLED = FinishReason.STOP, FinishReason.TIMEOUT, FinishReason.CANCELLED
 
@@ -110,90 +108,6 @@ def test_who_timed_out_outside_is_not_waited_for_any_more() -> None:
         fn.gate.release(2)
         assert (first.result(30), second.result(30)) == (0, 1)
         assert b._pool.core.state.outside == 0
-
-
-def stands(b: Batcher[int, int], waiting: int, outside: int) -> bool:
-    """Whether so many items are in the queue, and so many wait for room."""
-    return (b.view().waiting, b._pool.core.state.outside) == (waiting, outside)
-
-
-async def test_newcomers_wait_behind_the_tasks_that_were_held_back() -> None:
-    """With room for one of eight again, who comes now does not get it: at six the two who waited longest go in."""
-    fn = Gated()
-    b = Batcher(fn, max_batch_size=1, max_queue=8)
-    tasks = [asyncio.create_task(b(0))]
-    await asyncio.to_thread(until, lambda: fn.calls)
-    tasks += [asyncio.create_task(b(i)) for i in range(1, 12)]
-    await asyncio.to_thread(until, partial(stands, b, 8, 3))
-    fn.gate.release()
-    await asyncio.to_thread(until, partial(stands, b, 7, 3))
-    tasks.append(asyncio.create_task(b(12)))
-    await asyncio.to_thread(until, partial(stands, b, 7, 4))
-    fn.gate.release()
-    await asyncio.to_thread(until, partial(stands, b, 8, 2))
-    fn.gate.release(20)
-    assert await asyncio.gather(*tasks) == list(range(13))
-    await b.aclose()
-    assert fn.calls == [[i] for i in range(13)] and stands(b, 0, 0)
-
-
-def test_newcomers_wait_behind_the_threads_that_were_held_back() -> None:
-    fn = Gated()
-    with Batcher(fn, max_batch_size=1, max_queue=8) as b:
-        futures = [b.submit(0)]
-        fn.entered.acquire()
-        futures += [b.submit(i) for i in range(1, 9)]
-        threads = [threading.Thread(target=lambda i=i: futures.append(b.submit(i))) for i in range(9, 13)]
-        for held, thread in enumerate(threads[:3], 1):
-            thread.start()
-            until(partial(stands, b, 8, held))
-        fn.gate.release()
-        until(partial(stands, b, 7, 3))
-        threads[3].start()
-        until(partial(stands, b, 7, 4))
-        for waiting, outside in ((8, 2), (7, 2), (8, 0)):
-            fn.gate.release()
-            until(partial(stands, b, waiting, outside))
-        fn.gate.release(20)
-        for thread in threads:
-            thread.join(30)
-        assert sorted(future.result(30) for future in futures) == list(range(13))
-    served = [call[0] for call in fn.calls]
-    assert served[:9] == list(range(9)) and {*served[9:11]} == {9, 10} and {*served[11:]} == {11, 12}
-
-
-async def test_who_gives_up_waiting_holds_nobody_back() -> None:
-    fn, _, b, tasks = await full()
-    held = [asyncio.create_task(b(i)) for i in range(2, 5)]
-    await asyncio.to_thread(until, partial(stands, b, 1, 3))
-    for one in held[:2]:
-        one.cancel()
-    await asyncio.wait(held[:2])
-    fn.gate.release(4)
-    assert await asyncio.gather(*tasks, held[2]) == [0, 1, 4]
-    assert await asyncio.wait_for(b(5), 30) == 5
-    await b.aclose()
-
-
-def test_tasks_of_a_loop_that_stopped_hold_nobody_back() -> None:
-    """They were called, and will never come."""
-    fn = Gated()
-    b = Batcher(fn, max_batch_size=1, max_queue=1)
-    loop = asyncio.new_event_loop()
-
-    async def fill() -> list[asyncio.Task[int]]:
-        tasks = [asyncio.create_task(b(i)) for i in range(4)]
-        await asyncio.to_thread(until, partial(stands, b, 1, 2))
-        return tasks
-
-    tasks = loop.run_until_complete(fill())
-    fn.gate.release(10)
-    assert [b.submit(i).result(30) for i in range(4, 7)] == [4, 5, 6]
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.wait(tasks))
-    loop.close()
-    b.close()
 
 
 async def test_a_task_cancelled_while_it_waits_for_room_has_one_outcome() -> None:

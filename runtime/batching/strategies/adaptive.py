@@ -93,7 +93,8 @@ class Adaptive:
             until = self._apart_until(found, due, state, model)
             if until > now:
                 more = most if len(found.items) < most else _ONLY_AN_END
-                if state.slo_s is not None and now + state.slo_s < due:
+                open_to_more = found.limited_by is LimitedBy.DEMAND or not state.queue.in_order
+                if open_to_more and state.slo_s is not None and now + state.slo_s < due:
                     more = state.waiting + 1  # the next one may be due sooner
                 elif due < inf:
                     more = min(more, state.waiting + 1 + int(_GROWTH * state.waiting))  # a longer call must go sooner
@@ -158,10 +159,11 @@ class Adaptive:
         patient = [item for item in alive if item.deadline - item.arrival >= least]
         if not patient:
             return []
-        first = patient[0]
-        if now - first.arrival <= min(NO_DEADLINE_S, _PASSED_OVER * (first.deadline - first.arrival)):
+        first = min(patient, key=_first_by)
+        if now <= _first_by(first):
             return []
-        found = fit(patient, bounds.most, bounds.budget, bounds.padded)
+        others = [item for item in patient if item is not first]
+        found = fit([first, *others], bounds.most, bounds.budget, bounds.padded)
         self._overdue_at = now + bounds.price.of(len(found.items), found.cost) / _OVERDUE_SHARE
         return list(found.items)
 
@@ -248,3 +250,8 @@ class Adaptive:
             self._most_cost = max(self._most_cost, call.cost)
             mean = call.cost / len(call.items)
             self._mean_cost += (0.05 if self._mean_cost else 1.0) * (mean - self._mean_cost)
+
+
+def _first_by(item: Item) -> float:
+    """When ``item``, which has more time than others, has been passed over for long enough."""
+    return item.arrival + min(NO_DEADLINE_S, _PASSED_OVER * (item.deadline - item.arrival))

@@ -83,7 +83,8 @@ def in_time_beside(items: Sequence[Item], cost: int, state: State, model: Servic
         n, c = len(call.items), call.cost
         left = model.margin * likely_left(call, now)
         longer = left + took * (beside.of(n, c) / max(alone.of(n, c), 1e-9) - 1)
-        if left < took or now + longer > min(item.deadline for item in call.items):
+        dues = [item.deadline for item in call.items if item.deadline >= now + left]  # the others are late anyway
+        if left < took or (dues and now + longer > min(dues)):
             return False
     return True
 
