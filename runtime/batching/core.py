@@ -26,7 +26,10 @@ from runtime.slo import SLO, find_slo, first_target
 from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
-_PAUSE = 4  # times the usual gap: a longer one counts as this long, or one pause would pass for a low rate
+_PAUSE, _COUNTS_AS = (
+    32,
+    4,
+)  # times the usual gap: one longer than that is a pause, which would pass for a low rate; and what for
 _NEWEST_CALL = 0.1  # its weight in the mean
 
 
@@ -139,10 +142,10 @@ class BatchCore:
         if state.gap_s == inf:
             state.gap_s, self._gap_square = gap, gap * gap
             return
-        most = _PAUSE * square / state.gap_s if square > 0 else inf
-        paused, self._paused = self._paused, gap > most
+        usual = square / state.gap_s if square > 0 else inf
+        paused, self._paused = self._paused, gap > _PAUSE * usual
         if self._paused and not paused:
-            gap = most
+            gap = _COUNTS_AS * usual
         state.gap_s += _ARRIVALS * (gap - state.gap_s)
         self._gap_square += _ARRIVALS * (gap * gap - square)
 
