@@ -246,7 +246,11 @@ class TestCache:
         assert sum(f"tiny {STATIC} 21-22" in line for line in said) == 1
 
     @pytest.mark.slow
-    def test_the_setting_with_all_layers_is_refined_beyond_the_grid(self, tiny: Scenario, tmp_path: Path) -> None:
+    def test_the_setting_with_all_layers_is_refined_beyond_the_grid(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        tiny = replace(TINY, grid=Grid((16,), (8192,), ()))
+        monkeypatch.setitem(SCENARIOS, tiny.name, tiny)
         cache = Cache(tmp_path / "c.json")
         with Workers(1, BENCH) as workers:
             found = OracleStore(cache, workers, (21, 22), print, reject=False).one(tiny).full
