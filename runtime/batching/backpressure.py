@@ -1,77 +1,101 @@
-"""Backpressure of a bounded queue: who offers an item while it is full waits, a thread or a task of an event loop."""
+"""Backpressure of a bounded queue: who offers an item while it is full stands in line for a place, a thread or a task."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable
-from math import inf
-from typing import Final
 
 from runtime.batching.core import BatchCore
-from runtime.batching.future import ItemFuture
-from runtime.batching.item import ENDED, Item
-from runtime.shared.wakeups import wake
-
-_LOW_WATER: Final = 0.75  # of a full queue: where those who wait are let in again, many at a time
+from runtime.batching.item import ENDED, WAITING, Item
+from runtime.errors import RejectedError
 
 
 class Backpressure:
-    """Methods need ``lock``, but for :meth:`wait_in_loop`. ``nudge`` has the workers look at the queue."""
+    """The line before a full queue, in the order in which its items came. Every method needs ``lock``.
 
-    def __init__(self, lock: threading.Lock, core: BatchCore, nudge: Callable[[], None]) -> None:
+    Whoever frees a place gives it to the first in line at once. No caller has to run for that: one whose event loop has stopped
+    holds nobody up, and newcomers find the queue full until the line is empty.
+    """
+
+    def __init__(self, lock: threading.Lock, core: BatchCore) -> None:
         self._lock = lock
         self._core = core
-        self._nudge = nudge
-        self._freed = threading.Condition(lock)
-        self._threads = 0
-        self._tasks: list[asyncio.Future[None]] = []
+        self._line: dict[Item, _Place] = {}
 
     @property
     def admits(self) -> bool:
-        """Whether the queue takes an item, or nothing any more: then there is nothing to wait for."""
-        state = self._core.state
-        return state.closing or state.waiting < self._core.max_queue
+        """Whether the queue has a place, for which then nobody stands in line."""
+        return self._core.state.waiting < self._core.max_queue
+
+    def join(self, item: Item) -> None:
+        """``item`` stands in line from now on."""
+        item.held = True
+        self._line[item] = _Place()
 
     def wait(self, item: Item) -> None:
-        """Block this thread until there is room, or ``item`` has timed out."""
-        self._threads += 1
+        """Block this thread until ``item``, which stands in line, is in the queue or has ended. Raises what refused it."""
+        place = self._line[item]
+        place.left = threading.Condition(self._lock)
         try:
-            while not self.admits and item.state is not ENDED:
-                self._core.state.outside += 1
-                self._nudge()  # a full queue is a reason to go, whatever a strategy holds out for
-                self._freed.wait()
-        finally:
-            self._threads -= 1
+            while item in self._line:
+                place.left.wait()
+        except BaseException:  # such as Ctrl-C
+            self._line.pop(item, None)
+            self._core.forget(item)
+            raise
+        if place.refused is not None:
+            raise place.refused
 
-    async def wait_in_loop(self, future: ItemFuture) -> None:
-        """The same for the item of ``future`` in an event loop; takes the lock itself."""
-        while True:
-            waiter = asyncio.get_running_loop().create_future()
-            with self._lock:
-                if self.admits or future.item.state is ENDED:
-                    return
-                self._tasks.append(waiter)
-                self._core.state.outside += 1
-                self._nudge()
-            if future.item.expires < inf:
-                future.add_done_callback(lambda _, waiter=waiter: wake(waiter))  # type: ignore[misc]
-            await waiter
+    def leave(self, item: Item) -> None:
+        """``item`` has ended; it may have stood in line."""
+        if (place := self._line.pop(item, None)) is not None:
+            place.leave()
 
-    def left(self) -> None:
-        """Items have left the queue."""
-        outside = self._core.state.outside  # of those, some may have gone in meanwhile, or timed out
-        if (self._threads or self._tasks or outside) and self._core.state.waiting <= _LOW_WATER * self._core.max_queue:
-            self.release()
+    def fill(self, now: float) -> tuple[int, list[tuple[Item, Exception]]]:
+        """Give free places to those who come first. Returns how many went in, and whom the strategy refused, and why, but for
+        those whose threads wait: these raise it themselves."""
+        entered = 0
+        refused: list[tuple[Item, Exception]] = []
+        while self._line and self.admits:
+            item = next(iter(self._line))
+            place = self._line.pop(item)
+            waited = now - item.arrival  # it arrives when it is let in: before, its caller was held back
+            item.arrival += waited
+            item.deadline += waited
+            try:
+                self._core.submit(item, now)
+            except Exception as error:
+                self._refuse(item, place, error, refused)
+            else:
+                entered += item.state is WAITING
+                place.leave()
+        return entered, refused
 
-    def release(self) -> None:
-        """Let everybody look."""
-        self.look()
-        self._core.state.outside = 0  # until they find it full again
-        waiting, self._tasks = self._tasks, []
-        for waiter in waiting:
-            wake(waiter)
+    def refuse(self, cause: str) -> list[tuple[Item, Exception]]:
+        """Nobody is let in any more: the ``closed`` ones, but for those whose threads wait."""
+        refused: list[tuple[Item, Exception]] = []
+        line, self._line = self._line, {}
+        for item, place in line.items():
+            self._refuse(item, place, RejectedError(f"item {item.id}: {cause}", reason="closed"), refused)
+        return refused
 
-    def look(self) -> None:
-        """Let the threads look: an item has timed out that waited for room."""
-        self._freed.notify_all()
+    @staticmethod
+    def _refuse(item: Item, place: _Place, error: Exception, refused: list[tuple[Item, Exception]]) -> None:
+        item.state = ENDED
+        if place.left is None:
+            refused.append((item, error))
+        place.refused = error
+        place.leave()
+
+
+class _Place:
+    """Where an item stands in line. ``left``: what its thread waits for, if one does; ``refused``: why it was not let in."""
+
+    __slots__ = ("left", "refused")
+
+    def __init__(self) -> None:
+        self.left: threading.Condition | None = None
+        self.refused: Exception | None = None
+
+    def leave(self) -> None:
+        if self.left is not None:
+            self.left.notify()

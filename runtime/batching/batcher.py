@@ -239,12 +239,7 @@ class Batcher(TunableBatcher):
         if self._pool.here:
             raise RuntimeError(FOR_ITSELF)
         future = self._future(self._item(item, self._cost_of(item), **options))
-        while not self._pool.submit(future.item, patient=self._block):
-            try:
-                await self._pool.backpressure.wait_in_loop(future)
-            except asyncio.CancelledError:
-                future.cancel()
-                raise
+        self._pool.submit(future.item, patient=self._block)
         return await future
 
     def map(

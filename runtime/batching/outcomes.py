@@ -125,3 +125,8 @@ def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
         error = RequestCancelledError(f"item {item.id}: {cause}")
     _settle(_handle(item), error)
     return item_record(item, reason, now, epoch, cause)
+
+
+def refuse(item: Item, error: Exception) -> None:
+    """An item that stood in line is not let into the queue."""
+    _settle(_handle(item), error)

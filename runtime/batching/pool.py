@@ -23,7 +23,7 @@ from runtime.batching.calls import Calls
 from runtime.batching.core import BatchCore
 from runtime.batching.invoke import Function
 from runtime.batching.item import ENDED, Ended, Item
-from runtime.batching.outcomes import end_early
+from runtime.batching.outcomes import end_early, refuse
 from runtime.clock import Clock
 from runtime.errors import EngineClosedError, RejectedError
 from runtime.records import FinishReason
@@ -69,7 +69,7 @@ class Pool:
         self._functions = functions
         self._streams = functions[0].streams
         self._idle: list[Slot] = []
-        self.backpressure = Backpressure(self.lock, core, self.wake)
+        self._backpressure = Backpressure(self.lock, core)
         self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
         self._alive = 0
         self._dropped: deque[ItemFuture] = deque()  # to be withdrawn by whoever held the lock
@@ -104,53 +104,50 @@ class Pool:
         me = threading.current_thread()
         return any(slot.thread is me or slot.function.runs_in(me) for slot in self._slots)
 
-    def submit(self, item: Item, *, block: bool = False, patient: bool = False) -> bool:
-        """Queue ``item``. Raises :class:`RejectedError`; where the queue is full it waits for room instead (``block``), or
-        returns False, and the caller comes again with the same item (``patient``)."""
+    def submit(self, item: Item, *, block: bool = False, patient: bool = False) -> None:
+        """Queue ``item``. Where the queue is full this raises :class:`RejectedError`, waits for a place (``block``), or has the
+        item stand in line for one (``patient``)."""
         if self._elsewhere:
             raise EngineClosedError(
                 f"the batcher was made in process {self.process}, before this one was forked; make it here"
             )
         try:
             with self.lock:
-                taken = self._take_in(item, block, patient)
+                self._take_in(item, block, patient)
             if self._dropped:
                 self._withdraw_dropped()
-            return taken
         except Exception as error:
             item.state = ENDED
-            if isinstance(error, RejectedError) and self.listeners.known:  # an offered item that missed its SLO
-                record = item_record(item, FinishReason.REJECTED, self._now(), -1, error.reason)
-                self.listeners.tell(None, [record])
+            self._record_refusal(item, error)
             raise
 
-    def _take_in(self, item: Item, block: bool, patient: bool) -> bool:
-        core = self.core
-        if block and not self.backpressure.admits and self.here:
-            block = False  # it would wait for itself: the queue is full
-        if (block or patient) and not self.backpressure.admits:
-            if not item.held:
-                item.held = True
-                if item.expires < inf:
-                    core.expiries.add(item, item.expires)
-                    self._timekeeper.watch(item.expires)
-            if not block:
-                return item.state is ENDED
-            self.backpressure.wait(item)
-        if item.state is ENDED:  # it timed out before there was room
-            return True
-        if item.held:
-            waited = self._now() - item.arrival  # it arrives when it is let in: before, its caller was held back
-            item.arrival += waited
-            item.deadline += waited
+    def _take_in(self, item: Item, block: bool, patient: bool) -> None:
         if self.closed:
-            raise RejectedError(f"item {item.id}: the batcher is closed{self._broken}", reason="closed")
-        core.submit(item, item.arrival)
-        if self._idle:
-            self._arrived()
+            raise RejectedError(f"item {item.id}: {self._closed_because}", reason="closed")
+        held = (block or patient) and not self._backpressure.admits
+        if held and block and self.here:  # it would wait for itself
+            held = False
+        if held:
+            self._backpressure.join(item)
+        else:
+            self.core.submit(item, item.arrival)
+            if self._idle:
+                self._arrived()
         if item.expires < inf:
+            if held:
+                self.core.expiries.add(item, item.expires)
             self._timekeeper.watch(item.expires)
-        return True
+        if held and block:
+            self._backpressure.wait(item)
+
+    @property
+    def _closed_because(self) -> str:
+        return f"the batcher is closed{self._broken}"
+
+    def _record_refusal(self, item: Item, error: Exception) -> None:
+        if isinstance(error, RejectedError) and self.listeners.known:  # an offered item that missed its SLO
+            record = item_record(item, FinishReason.REJECTED, self._now(), -1, error.reason)
+            self.listeners.tell(None, [record])
 
     @property
     def _elsewhere(self) -> bool:
@@ -163,10 +160,10 @@ class Pool:
             return False
         with self.lock:
             gone = self.core.forget(item) or (self._streams and self.core.leave(item))
-            if gone:
-                self.backpressure.left()
-                if self.core.fault is not None:
-                    self.wake()
+            refused = self._places_freed([item]) if gone else []
+            if gone and self.core.fault is not None:
+                self.wake()
+        self._tell_refused(refused)
         if gone and self.listeners.known:
             self.listeners.tell(
                 None, [item_record(item, FinishReason.CANCELLED, self._now(), self.core.epoch, "by the client")]
@@ -247,7 +244,8 @@ class Pool:
             self.core.retries = self.core.retries if drain else 0
             self.wake()
             self._timekeeper.look()
-            self.backpressure.release()
+            refused = self._backpressure.refuse(self._closed_because)
+        self._tell_refused(refused)
         self._end_early(ended)
 
     def wake(self) -> None:
@@ -268,18 +266,27 @@ class Pool:
         idle.remove(slot)
         slot.gate.release()
 
+    def _places_freed(self, ended: Iterable[Item]) -> list[tuple[Item, Exception]]:
+        """``ended`` have, or a call took items from the queue: its places go to those in line. Returns whom it refused."""
+        for item in ended:
+            self._backpressure.leave(item)
+        entered, refused = self._backpressure.fill(self._now())
+        if entered and self._idle:
+            self._arrived()
+        return refused
+
     def _tick(self) -> bool:
         with self.lock:
             ended = self.core.expire(self._now())
-            if ended:
-                self.backpressure.left()
-                if self.core.fault is not None:
-                    self.wake()
+            refused = self._places_freed(each.item for each in ended) if ended else []
+            if ended and self.core.fault is not None:
+                self.wake()
             over = self.closed and not self._alive
         if self._dropped:
             self._withdraw_dropped()
         if self._abandoned and not self.closed:
             self.stop(drain=False)
+        self._tell_refused(refused)
         self._end_early(ended)
         return not over
 
@@ -299,13 +306,14 @@ class Pool:
                         self._idle.append(slot)
                     elif self._idle and core.state.waiting:
                         self._arrived()
-                    self.backpressure.left()
+                    refused = self._places_freed(each.item for each in step.ended)
                     if step.call is not None:
                         slot.function.begin()
                 if self._dropped:
                     self._withdraw_dropped()
                 if self._abandoned and not self.closed:
                     self.stop(drain=False)
+                self._tell_refused(refused)
                 if step.ended:
                     self._end_early(step.ended)
                 if over:
@@ -338,12 +346,17 @@ class Pool:
         self.stop(drain=True)
         self._end_early(ended)
 
+    def _tell_refused(self, refused: Sequence[tuple[Item, Exception]]) -> None:
+        """Tell those who stood in line and were not let in."""
+        for item, error in refused:
+            refuse(item, error)
+            self._record_refusal(item, error)
+
     def _end_early(self, ended: Sequence[Ended]) -> None:
         """Tell those whose items end without a result."""
         records = [end_early(each, self._now(), self.core.epoch) for each in ended]
         if ended:
             with self.lock:
-                self.backpressure.look()  # a thread may be waiting with one of them
                 for call in self.core.state.running:
                     if (kill := self._functions[call.worker].kill) and all(item.state is ENDED for item in call.items):
                         kill()  # nobody waits for what it is at

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from runtime import Batcher, batch
+from runtime import Batcher, FinishReason, batch
+from runtime.batching.item import Ended, Item
 from runtime.batching.strategies import Dynamic
 from tests.unit.batcher_doubles import Gated, double
 
@@ -193,7 +194,7 @@ def test_close_ends_though_the_last_items_time_out_with_the_last_worker(monkeypa
     b = Batcher(double)
     pool = b._pool
     assert b.submit(1, timeout_s=60).result(30) == 2
-    expired = [object()]
+    expired = [Ended(Item(1, 0.0), FinishReason.TIMEOUT, "its timeout passed")]
     monkeypatch.setattr(pool.core, "expire", lambda now: [])
     b._pool.stop(drain=True)
     for thread in pool.threads():

@@ -17,13 +17,13 @@ class State:
 
     ``waiting`` items of ``waiting_cost`` stand in ``queue``; ``running`` are the calls under way and ``idle`` how many more
     could be. ``slo_s``: the smallest target, None without an SLO. ``gap_s``: seconds between arrivals, lately
-    (inf before the second). ``free_places``: items that the queue still takes; ``outside``: how many wait for one of its places.
+    (inf before the second). ``free_places``: items that the queue still takes.
     ``closing``: nothing more will come. ``wanted``: items that somebody waits for who brings nothing before they have come;
     ``pressed``: all that arrived until then are such.
     """
 
     __slots__ = (
-        "closing", "free_places", "gap_s", "idle", "knobs", "last_arrival", "now", "outside", "pressed", "queue", "running",
+        "closing", "free_places", "gap_s", "idle", "knobs", "last_arrival", "now", "pressed", "queue", "running",
         "slo_s", "slots", "waiting", "waiting_cost", "wanted",
     )  # fmt: skip
 
@@ -40,7 +40,6 @@ class State:
         self.gap_s = inf
         self.last_arrival = -inf
         self.free_places = 1
-        self.outside = 0
         self.closing = False
         self.pressed = -inf
         self.wanted: list[Item] = []
@@ -54,7 +53,7 @@ class State:
     @property
     def must_go(self) -> bool:
         """Whether holding items back can only lose: nothing more is coming, or there is no room for it."""
-        return self.closing or self.free_places <= 0 or self.outside > 0 or self.urged
+        return self.closing or self.free_places <= 0 or self.urged
 
     @property
     def urged(self) -> bool:
