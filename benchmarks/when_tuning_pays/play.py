@@ -3,8 +3,8 @@
 Search, on seeds of its own. *Carries*: the highest rate, on a ladder of 10%, at which a setting serves 90% of its requests
 within the SLO. All settings go from rate to rate together; who does not carry one leaves. The capacity of a cell is what the
 best of them carries; loads are relative to it. For each load the setting that meets most requests is chosen, all of them on the
-first seed, the best four on all, once as they are and once with order and early rejection. Then everybody serves the requests
-of other seeds; nothing is chosen on those.
+first seed, the best four on all, once as they are and once with order and early rejection; a search between the cells of the
+grid follows (:mod:`benchmarks.local_search`). Then everybody serves the requests of other seeds; nothing is chosen on those.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from benchmarks.controller.cache import scenario_digest, search_digest
 from benchmarks.controller.contenders import CONTENDERS, OURS, STATIC, STATIC_FULL, STATIC_ORDER
 from benchmarks.controller.run import Bench, Driver, Outcome, requests, serve
 from benchmarks.controller.scenarios import Scenario
+from benchmarks.local_search import STEPS, local_search
 from benchmarks.when_tuning_pays.cells import Cell
 from runtime.errors import InputError
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import Knobs
 from runtime.records import LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO
 
 BATCHES: Final = (64, 256, 1024)
 BUDGETS: Final = (256, 512, 1024, 2048, 4096, 8192)
-LIMITS: Final = KnobLimits()
+_MOST: Final = Knobs(BATCHES[-1], 0, BUDGETS[-1], BUDGETS[-1])
 
 CARRIED: Final = 0.9
 """Share of the requests within the SLO: DistServe's goodput."""
@@ -115,10 +116,10 @@ class Task(NamedTuple):
 def settings(start: Knobs) -> list[Knobs]:
     """Fixed settings that vLLM accepts: sequences × tokens of a step, no fewer tokens than sequences. ``start`` comes first, and
     those that take as many sequences before others: of equals the first is chosen."""
-    every = [
-        LIMITS.clamp(Knobs(batch, 0, budget, budget)) for batch in BATCHES for budget in BUDGETS if budget >= batch
-    ]
-    return sorted(every, key=lambda knobs: (knobs != start, knobs.max_batch_size != start.max_batch_size))
+    every = [Knobs(batch, 0, budget, budget) for batch in BATCHES for budget in BUDGETS]
+    return sorted(
+        filter(accepted, every), key=lambda knobs: (knobs != start, knobs.max_batch_size != start.max_batch_size)
+    )
 
 
 def play(task: Task, _: Bench | None = None) -> Found:
@@ -225,7 +226,16 @@ def best_at(runs: Runs, contender: str, rate: float) -> Knobs:
     fewest_first = sorted(every, key=lambda knobs: knobs.max_batch_size)
     first = {knobs: runs.met(contender, knobs, rate, 1) for knobs in fewest_first}
     kept = sorted(every, key=lambda knobs: -first[knobs])[:_KEPT]
-    return max(kept, key=lambda knobs: runs.met(contender, knobs, rate))
+
+    def met(cells: Sequence[Knobs], seeds: int | None = None) -> list[float]:
+        return [runs.met(contender, knobs, rate, seeds) if accepted(knobs) else 0.0 for knobs in cells]
+
+    return local_search(max(kept, key=lambda knobs: met([knobs])), _MOST, lambda cells: met(cells, 1), met)
+
+
+def accepted(knobs: Knobs) -> bool:
+    """Whether vLLM takes it: no fewer tokens than sequences."""
+    return knobs.token_budget >= knobs.max_batch_size
 
 
 class Why:
@@ -285,7 +295,7 @@ def digest(cell: Cell, plan: Plan) -> str:
 
 def searched(question: str, cell: Cell) -> str:
     """``question``, a digest of its own, and how an answer is searched for."""
-    return search_digest(question, settings(cell.defaults), _JUMP, _FIRST, _LOWEST, _CLEAR, _KEPT, _ENOUGH)
+    return search_digest(question, settings(cell.defaults), _JUMP, _FIRST, _LOWEST, _CLEAR, _KEPT, _ENOUGH, STEPS)
 
 
 def _rate(rung: int) -> float:
