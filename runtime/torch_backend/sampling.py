@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +15,12 @@ from runtime.llm.plan import Token
 from runtime.request import SamplingParams, Sequence
 from runtime.torch_backend.transfer import Readback, to_device
 
+_GOLDEN: Final = np.uint32(0x9E3779B9)
+_HASH: Final = (
+    (np.uint32(16), np.uint32(0x21F0AAAD), np.uint32(1)),
+    (np.uint32(15), np.uint32(0x735A2D97), np.uint32(0)),
+)  # shift, factor, and whether the second half of the key comes in
+_SMALL: Final = 1e-3
 _COLDEST = 1e-7  # below this a temperature would divide by zero in float32; the draw is greedy long before
 
 
@@ -85,12 +91,14 @@ class FixedSampler(Protocol):
 class Sampler:
     """Chooses the next token of every row.
 
-    A row goes through: repetition penalty, then (unless greedy) temperature, top-k, top-p on what top-k left, min-p, and
-    one draw by inverting the cumulative distribution. Tokens that tie at the edge of top-k or top-p are all kept.
+    A row goes through: repetition penalty, then (unless greedy) temperature, top-k, top-p on what top-k left, min-p, and one
+    draw: the largest logit once Gumbel noise is added (Yellott 1977). Tokens that tie at the edge of top-k or top-p are all
+    kept.
 
-    The draw's only randomness is one uniform number, a hash of (the request's ``seed``, how many tokens it has put out);
-    without a ``seed`` it is (the sampler's seed, the request's id). So a request draws the same tokens whatever shares
-    its batch and however often it is preempted, as far as its logits are the same.
+    The noise of a token is a hash of its id, the request's ``seed`` and how many tokens the request has put out; without a
+    ``seed``, of the sampler's seed and the request's id. So a request draws the same tokens whatever shares its batch and
+    however often it is preempted. Where a logit is rounded otherwise, this matters only if the two best are as near as that;
+    with one random number for the whole distribution, the edge of any token might be.
 
     ``device`` is where the logits live. Log-probabilities are those of the unmodified distribution (before penalty and
     temperature).
@@ -155,19 +163,18 @@ class Sampler:
         if not rows:
             return _argmax(logits)
         hot = [params[row] for row in rows]
-        uniform = [self._uniform(sequences[row], positions[row]) for row in rows]
+        keys = [self._key(sequences[row], positions[row]) for row in rows]
         if len(rows) == len(params):
-            return _invert(_filter(logits, hot), uniform)
+            return _race(_filter(logits, hot), keys)
         at = row_indices(rows, logits.device)
-        drawn = _invert(_filter(_rows(logits, rows, at), hot), uniform)
+        drawn = _race(_filter(_rows(logits, rows, at), hot), keys)
         return _argmax(logits).index_copy(0, at, drawn)
 
-    def _uniform(self, sequence: Sequence, position: int) -> float:
-        """The draw of this request at this position: uniform in [0, 1), 53 bits."""
+    def _key(self, sequence: Sequence, position: int) -> bytes:
+        """Of the draw of this request at this position: 64 bits."""
         seed = sequence.request.params.seed
         name = f"seed {seed}" if seed is not None else f"id {self.seed} {sequence.request.id}"
-        digest = blake2b(f"{name} {position}".encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+        return blake2b(f"{name} {position}".encode(), digest_size=8).digest()
 
 
 def _nan_error(sequence: Sequence) -> StepFailedError:
@@ -292,17 +299,39 @@ def _lowest_kept(ascending: torch.Tensor, params: Seq[SamplingParams]) -> torch.
     return torch.maximum(lowest, ascending.gather(-1, first_kept))
 
 
-def _invert(logits: torch.Tensor, uniform: list[float]) -> torch.Tensor:
-    """Draw one token a row: the first whose cumulative probability exceeds ``uniform``."""
-    probs = logits.softmax(-1)
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1:].contiguous()
-    below = torch.nextafter(total, torch.zeros_like(total))  # u · total may round up to total
-    target = torch.minimum(_column(uniform, logits) * total, below)
-    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
-    # a parallel scan may round differently on both sides of a dropped token: never return one
-    dropped = probs.gather(-1, ids) == 0
-    return torch.where(dropped, probs.argmax(-1, keepdim=True), ids).squeeze(-1)
+def _race(logits: torch.Tensor, keys: Seq[bytes]) -> torch.Tensor:
+    """Draw one token a row of ``logits [m, vocab]`` with the probabilities of their softmax: the largest after Gumbel noise."""
+    vocab = logits.shape[1]
+    if _numpy_can(logits):
+        drawn = [int((row + gumbel(key, vocab)).argmax()) for row, key in zip(logits.numpy(), keys, strict=True)]
+        return torch.tensor(drawn)
+    [noise] = to_device([np.stack([gumbel(key, vocab) for key in keys])], logits.device)
+    return (logits + noise).argmax(-1)
+
+
+def gumbel(key: bytes, count: int) -> np.ndarray:
+    """``count`` numbers of the standard Gumbel distribution, float32: a hash of the 64 bits of ``key`` and of each place.
+
+    The hash is the 32-bit integer one that C. Wellons found (2018, "Prospecting for hash functions": 16 21f0aaad 15 735a2d97 15),
+    with a half of the key before each product.
+    """
+    first, second = np.frombuffer(key, np.uint32)
+    bits = np.arange(count, dtype=np.uint32)
+    bits *= _GOLDEN
+    bits ^= first
+    for shift, factor, more in _HASH:
+        bits ^= bits >> shift
+        bits *= factor
+        bits += second * more
+    bits ^= bits >> _HASH[-1][0]
+    uniform = bits.astype(np.float32)
+    uniform += np.float32(0.5)
+    uniform *= np.float32(2.0**-32)
+    with np.errstate(divide="ignore"):  # one in 2²⁵ is 1: its noise is −∞
+        exponential = -np.log(1 - uniform)
+        small = np.flatnonzero(uniform < _SMALL)  # which 1 − u would round
+        exponential[small] = uniform[small] * (1 + uniform[small] / 2)
+        return -np.log(exponential)
 
 
 def _logprobs(

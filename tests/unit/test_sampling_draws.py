@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from scipy import stats
 
 from runtime.llm.plan import Token
 from runtime.request import SamplingParams
-from runtime.torch_backend.sampling import Sampler
+from runtime.torch_backend.sampling import Sampler, gumbel
 from tests.unit.sampled_rows import logits_of, reference, sample, sequence
 
 
@@ -79,3 +80,30 @@ def test_without_a_seed_requests_differ_and_the_engines_seed_repeats() -> None:
     assert len(set(first)) > 10
     assert [token.id for token in sample(logits, rows, seed=1)] == first
     assert [token.id for token in sample(logits, rows, seed=2)] != first
+
+
+@pytest.mark.parametrize(("scale", "top_p"), [(2.0, 1.0), (2.0, 0.9), (0.5, 0.9)])
+def test_logits_that_are_rounded_otherwise_draw_the_same(scale: float, top_p: float) -> None:
+    """As another batch rounds them, a hundred times coarser: 1,000 draws from 8,192 tokens."""
+    vocab, count = 8192, 1000
+    logits = logits_of(1, seed=3, vocab=vocab, scale=scale)
+    noise = torch.empty(count, vocab).uniform_(-1e-4, 1e-4, generator=torch.Generator().manual_seed(1))
+    rows = [sequence(f"draw {i}", temperature=1.0, top_p=top_p, seed=i) for i in range(count)]
+    exact = sample(logits.expand(count, -1), rows)
+    rounded = sample(logits + noise, rows)
+    assert [token.id for token in exact] == [token.id for token in rounded]
+    assert len({token.id for token in exact}) > 100
+
+
+def test_noise_follows_the_gumbel_distribution() -> None:
+    """Of one key all places, of one place all keys (Kolmogorov, Smirnov), and the tail; no two keys or places go together."""
+    keys = [blake2b(str(number).encode(), digest_size=8).digest() for number in range(2000)]
+    noise = np.stack([gumbel(key, 2000) for key in keys]).astype(np.float64)
+    for sample_of in (noise[0], noise[:, 0], noise[:, -1], noise.ravel()[::7]):
+        assert stats.kstest(sample_of, stats.gumbel_r.cdf).pvalue > 1e-4
+    above = np.array([(noise > stats.gumbel_r.isf(p)).sum() / (p * noise.size) for p in (1e-2, 1e-3, 1e-4)])
+    assert np.allclose(above, 1, atol=[0.02, 0.06, 0.2])
+    uniform = stats.gumbel_r.cdf(noise)
+    for table in (uniform[::20], uniform[:, ::20].T):
+        apart = np.corrcoef(table) - np.eye(100)
+        assert np.abs(apart).max() < 6 / 2000**0.5
