@@ -125,7 +125,7 @@ class SLO:
 
 
 def _missed(seconds: float | None, target_ms: float) -> bool:
-    return seconds is not None and seconds * 1000 > target_ms
+    return seconds is not None and not seconds * 1000 <= target_ms  # so that a time that is no number is a miss
 
 
 def first_target(slo: SLO) -> float:

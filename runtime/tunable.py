@@ -246,7 +246,14 @@ class Tunable(Protocol):
         ...
 
     @property
-    def knobs(self) -> Knobs: ...
+    def knobs(self) -> Knobs:
+        """Those in force."""
+        ...
+
+    @property
+    def wanted_knobs(self) -> Knobs:
+        """Those last set: ``knobs`` are these, lowered to ``effective_limits``."""
+        ...
 
     @property
     def epoch(self) -> int: ...
@@ -308,7 +315,8 @@ class Tunable(Protocol):
         ...
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` hear every record; returns a function that ends it."""
+        """Have ``listener`` hear every record; returns a function that ends it. One that holds the engine may say so by
+        ``holds_engine = True``, so that it does not keep alive what everybody else has forgotten."""
         ...
 
     def view(self) -> SchedulerView:
@@ -363,5 +371,9 @@ class LeaseHolder:
             self._lease = None
 
     def check(self, lease: Lease | None) -> None:
-        if self._lease is not None and lease is not self._lease:
+        if lease is self._lease:
+            return
+        if self._lease is not None:
             raise LeaseError(f"{self._lease.owner} controls this engine; its knobs cannot be set from elsewhere")
+        if lease is not None:
+            raise LeaseError(f"the lease of {lease.owner} is not in force; acquire this engine again")

@@ -1,4 +1,7 @@
-"""Sets the knobs of an engine for a controller: every change goes through the guardrails and into the decision log."""
+"""Sets the knobs of an engine for a controller: every change goes through the guardrails and into the decision log.
+
+It sets the engine's SLO as well, and restores both.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from autotune.control.decision_log import Decision, DecisionLog
 from autotune.control.guardrails import Guardrails
 from runtime.errors import AutotuneError
 from runtime.knobs import Knobs
+from runtime.slo import SLO
 from runtime.tunable import Lease, Tunable
 
 
@@ -47,7 +51,9 @@ class Actuator:
         self._observe_only = observe_only
         self._wall = wall
         self._last: Knobs | None = None  # the last proposal, shaped by the guardrails
-        self._before, self._turned = engine.knobs, False  # to be restored, once any has been set
+        self._before, self._turned = engine.wanted_knobs, False  # to be restored, once any has been set
+        self._slo_before = engine.slos.get("default")  # the same
+        self._slo: SLO | None = None
         self.decisions = decisions
         self.now = now
         self.regime = ""
@@ -57,12 +63,14 @@ class Actuator:
         self.logged = 0
 
     def begin(self, start: Knobs | None) -> None:
-        """Set ``start``, within the operator's bounds and pins, at once."""
-        current = self._engine.knobs
-        first = self._at_once.apply(start or current, current, self._engine.effective_limits)
-        if first != current and not self._observe_only:
-            self.set(first)
-            self.start = self._engine.knobs
+        """Set ``start``, within the operator's bounds and pins, at once; in force as far as the memory lasts."""
+        current, wanted = self._engine.knobs, self._engine.wanted_knobs
+        first = self._at_once.apply(start or wanted, wanted, self._engine.limits)
+        if first == wanted or self._observe_only:
+            return
+        self.set(first)
+        self.start = first
+        if self._engine.knobs != current:
             self.log(
                 "set", "starting knobs of the profile" if start else "bounds and pins of the operator", old=current
             )
@@ -89,13 +97,31 @@ class Actuator:
         self._engine.set_knobs(knobs, lease=self._lease, **changes)
         self._turned = True
 
+    def hold_to(self, slo: SLO) -> None:
+        """Make ``slo`` the engine's, for requests of no class of their own; not with ``observe_only``."""
+        if not self._observe_only:
+            self._engine.set_slo(slo)
+            self._slo = slo
+
     def restore(self, cause: str) -> None:
-        """Set the knobs from before the controller was attached, if it or the operator has set any since."""
+        """Set the knobs and the SLO from before the controller was attached, and log that."""
         current = self._engine.knobs
+        self.put_back()
+        self.log("kill", cause, old=current)
+
+    def put_back(self) -> None:
+        """The same without a word: the knobs, if the controller or the operator has set any since, and the SLO, unless somebody
+        else has."""
         with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to restore
             if self._turned:
                 self.set(self._before)  # lowered while memory is short
-        self.log("kill", cause, old=current)
+        slo, before = self._slo, self._slo_before
+        if slo is None or slo == before or self._engine.slos.get("default") != slo:
+            return
+        if before is not None:
+            self._engine.set_slo(before)
+        elif (put_slo := getattr(self._engine, "_put_slo", None)) is not None:  # :class:`~runtime.shared.tuning.Tuning`
+            put_slo("default", None)
 
     def log(
         self,

@@ -14,22 +14,27 @@ _RATES = ("prefill_rate", "prompts_per_step", "pair_tokens")
 
 
 class AdmissionAdapter:
-    """``policy`` for ``engine``; None: the engine's own, if it has one. Raises ``ValueError`` if it cannot reject requests."""
+    """``policy`` for ``engine``, as :meth:`AdmissionPolicy.of` takes it, but for None: the engine's own, if it has one; False is
+    none at all. Raises ``ValueError`` if it cannot reject requests, and for what is no policy."""
 
-    def __init__(self, engine: Tunable, policy: AdmissionPolicy | None) -> None:
-        if policy is not None and not engine.capabilities.admission:
-            raise ValueError(f"admission is {policy}; {type(engine).__name__} cannot reject requests")
+    def __init__(self, engine: Tunable, policy: AdmissionPolicy | bool | None) -> None:
+        wanted = AdmissionPolicy.of(policy)
+        if wanted is not None and not engine.capabilities.admission:
+            raise ValueError(f"admission is {wanted}; {type(engine).__name__} cannot reject requests")
         self._engine = engine
         self._former = engine.admission
-        self._policy = policy or self._former
+        self._policy = self._former if policy is None else wanted
 
     def install(self, source: RateSource, lease: Lease) -> None:
         """Put the policy in force; ``source`` says how fast prompts are computed."""
         if self._policy is not None:
             self._engine.set_admission(self._policy, source=source, lease=lease)
+        elif self._former is not None:
+            self._engine.set_admission(None, lease=lease)
 
     def restore(self, lease: Lease) -> None:
-        if self._policy is not None:
+        """Put the engine's own policy in force again."""
+        if self._policy is not None or self._former is not None:
             self._engine.set_admission(self._former, lease=lease)
 
 

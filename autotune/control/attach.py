@@ -75,10 +75,10 @@ def attach(
     guardrails = Guardrails(bounds or {}, {**_fixed(engine, bounds or {}, pinned or {}), **(pinned or {})})
     if start is None and loaded is not None:
         start = loaded.knobs
-    begin = engine.knobs if start is None else engine.effective_limits.clamp(start)
+    begin = engine.wanted_knobs if start is None else engine.limits.clamp(start)
     if controller is None or isinstance(controller, str):
         fallback = (
-            engine.knobs if observe_only and controller in (None, "predictive") else begin
+            engine.wanted_knobs if observe_only and controller in (None, "predictive") else begin
         )  # what serves meanwhile
         controller = _named(controller, engine, target, fallback, loaded)
     attached = Control(
@@ -88,7 +88,7 @@ def attach(
         start=None if start is None else begin,
         guardrails=guardrails,
         observe_only=observe_only,
-        admission=AdmissionPolicy.of(admission),
+        admission=admission,
         drift=_drift(loaded),
         interval_s=interval_s,
         log_path=log,
@@ -106,7 +106,7 @@ def _fixed(engine: Tunable, bounds: Mapping[str, object], pinned: Mapping[str, o
     """The knobs that cannot be turned while ``engine`` runs, at their values. Raises ``ValueError`` where that leaves nothing
     to control by, or where the operator asks for one of them."""
     can = engine.capabilities
-    fixed = {name: value for name, value in engine.knobs.as_dict().items() if can.knobs[name] != "live"}
+    fixed = {name: value for name, value in engine.wanted_knobs.as_dict().items() if can.knobs[name] != "live"}
     if not can.step_records or len(fixed) == len(can.knobs):
         lacks = "has no knob that can be turned while it runs" if can.step_records else "reports no steps"
         raise ValueError(f"engine {lacks}, so there is nothing to control")

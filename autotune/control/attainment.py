@@ -16,12 +16,16 @@ _WINDOW = 1024
 
 
 class AttainmentTracker:
-    """``slos``: the SLO of each class as of the last :meth:`changed`; ``default`` is for classes not named."""
+    """``slos``: the SLO of each class as of the last :meth:`changed`; ``default`` is for classes not named.
 
-    def __init__(self, engine: Tunable, slo: SLO) -> None:
+    They are the engine's; with ``apart`` the ``slo`` stands in place of its ``default``, until that is set to another.
+    """
+
+    def __init__(self, engine: Tunable, slo: SLO, *, apart: bool = False) -> None:
         self.slos: dict[str, SLO] = {"default": slo}
         self.all = Outcomes()
         self._engine = engine
+        self._apart, self._engines = apart, engine.slos.get("default")
         self._classes: dict[str, Outcomes] = {}
         self._tallies: dict[str, ClassTally] = {}
 
@@ -31,9 +35,15 @@ class AttainmentTracker:
 
     def changed(self) -> bool:
         """Whether the engine's SLOs, which may change at any time, differ from those of the last call."""
-        slos = {"default": self.default, **self._engine.slos}
+        slos = self._in_force()
         before, self.slos = self.slos, slos
         return slos != before
+
+    def _in_force(self) -> dict[str, SLO]:
+        slos = {"default": self.default, **self._engine.slos}
+        if self._apart:
+            self._apart = self._engine.slos.get("default") == self._engines
+        return slos | {"default": self.default} if self._apart else slos
 
     def pass_slos(self, controller: object) -> None:
         """Give ``controller`` the SLOs in force, if it takes any."""
@@ -42,9 +52,9 @@ class AttainmentTracker:
 
     def add(self, record: RequestRecord) -> None:
         """A request has ended. It is judged by the SLO that its class has now."""
-        slos = self._engine.slos
+        slos = self._in_force()
         name = record.request_class if record.request_class in slos else "default"
-        slo = slos.get(name, self.default)
+        slo = slos[name]
         self.all.add(record, slo)
         if name not in self._classes:
             self._classes[name] = Outcomes()

@@ -80,7 +80,13 @@ def _written(values: Mapping[str, float]) -> dict[str, float]:
 
 
 _OPEN: weakref.WeakSet[DecisionLog] = weakref.WeakSet()
-"""Those of this process that write a file."""
+"""Those of this process that write a file, each held by its writer alone once nobody else has it."""
+
+
+@atexit.register
+def _join_all() -> None:
+    for one in [*_OPEN]:
+        one.join()
 
 
 class DecisionLog:
@@ -117,7 +123,6 @@ class DecisionLog:
             self._writer = threading.Thread(target=self._write, args=(path, file), name="decision log", daemon=True)
             self._writer.start()
             _OPEN.add(self)
-            atexit.register(self.join)
 
     @property
     def dropped(self) -> int:
@@ -164,7 +169,7 @@ class DecisionLog:
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        atexit.unregister(self.join)
+        _OPEN.discard(self)
         writer.join(_JOIN_TIMEOUT_S)
         lost = self._late + (self._unwritten() if writer.is_alive() else 0)
         if lost:

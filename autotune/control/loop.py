@@ -13,6 +13,7 @@ import math
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -48,10 +49,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ATTACHED: weakref.WeakSet[Control] = weakref.WeakSet()
+"""Those of this process that have a controller."""
+_ATTACHING = threading.Lock()
+
 
 class Control(ReportsRates):
-    """A controller attached to an engine. Use as a context manager; leaving it detaches the controller and leaves knobs that
-    hold by themselves."""
+    """A controller attached to an engine. Use as a context manager; leaving it detaches the controller and leaves the SLO, and
+    knobs that hold by themselves."""
+
+    holds_engine = True  # see :meth:`runtime.tunable.Tunable.subscribe`
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class Control(ReportsRates):
         start: Knobs | None = None,
         guardrails: Guardrails,
         observe_only: bool = False,
-        admission: AdmissionPolicy | None = None,
+        admission: AdmissionPolicy | bool | None = None,
         drift: ProfileDrift | None = None,
         interval_s: float = 0.25,
         log_path: str | Path | None = None,
@@ -79,44 +86,71 @@ class Control(ReportsRates):
         self._engine = engine
         self._interval, self._next = interval_s, -math.inf
         self._lock = threading.RLock()
-        self._attainment = AttainmentTracker(engine, slo)
+        self._attainment = AttainmentTracker(engine, slo, apart=observe_only)
         self._drift = drift
         self._watchdog = Watchdog(engine)
         # after a look at the engine: what was posted to it is in force
         self._admission = AdmissionAdapter(engine, admission)
         self._paused = True  # until it is attached: steps may end meanwhile
         self._ended = False
+        self._installed = False  # whether the engine has anything that ends with the controller
         self._failure: Exception | SystemExit | None = None  # what a budget raised
         self.failed: Exception | SystemExit | None = None
         """What ended the controller, if it raised."""
         self._steering: SteeringServer | None = None
-        decisions, now = DecisionLog(log_path, over=lambda: engine.closed), engine.view().now
+        decisions, now = DecisionLog(log_path, over=_closed_or_gone(engine)), engine.view().now
         try:
             self._lease: Lease = engine.acquire(f"the {controller.name} controller")
         except AutotuneError:
             decisions.join()
             raise
         self._actuator = Actuator(engine, self._lease, guardrails, decisions, now, observe_only=observe_only, wall=wall)
-        engine.set_slo(slo)
+        self._unsubscribe: Callable[[], None] = _nothing
+        try:
+            self._claim()
+            self._actuator.hold_to(slo)
+            self._begin_controller()
+            self._install(start, wall)
+        except BaseException:
+            self._ended = True
+            self._actuator.put_back()
+            self._let_go()
+            decisions.join()
+            raise
+
+    def _claim(self) -> None:
+        with _ATTACHING:
+            for other in [*_ATTACHED]:
+                if other.controller is self.controller and not (other._ended or other._engine.closed):
+                    raise ValueError(
+                        f"controller is {self.controller!r}, which another engine has; make one for each engine"
+                    )
+            _ATTACHED.add(self)
+
+    def _begin_controller(self) -> None:
+        controller = self.controller
         self._attainment.changed()
         try:
             self._attainment.pass_slos(controller)
-            if observe_only and isinstance(controller, Observing):
+            if self.observe_only and isinstance(controller, Observing):
                 controller.only_observes()
             self._budgets_apply(True)
             self._rates = rates_of(controller)
-        except (Exception, SystemExit) as error:  # the controller's: nothing of it is attached yet
-            self._lease.release()
-            decisions.join()
+        except (Exception, SystemExit) as error:
             raise InputError(f"the {controller.name} controller failed: {failure(controller, error)}") from error
-        self._unsubscribe = engine.subscribe(self)
-        if not observe_only:
+
+    def _install(self, start: Knobs | None, wall: Callable[[], float] | None) -> None:
+        """Put all in force, and hear of steps from then on: one that ends before could end what is not there yet."""
+        engine = self._engine
+        if not self.observe_only:
+            self._installed = True
             if engine.capabilities.step_budgets:
                 engine.set_step_policy(self, lease=self._lease)
             self._admission.install(self, self._lease)
+        slo = self._attainment.default
         self._actuator.log(
             "attach",
-            f"{controller.name} controller, SLO {slo}",
+            f"{self.controller.name} controller, SLO {slo}",
             {
                 "slo": str(slo),
                 **self._attainment.as_evidence(),
@@ -126,7 +160,10 @@ class Control(ReportsRates):
         )
         self._actuator.begin(start)
         with self._lock:
-            self._paused, self._next = False, -math.inf
+            self._paused = False
+            self._unsubscribe = engine.subscribe(self)
+            if self._ended:  # in a step that was made meanwhile
+                self._unsubscribe()
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
@@ -282,7 +319,7 @@ class Control(ReportsRates):
                 self._actuator.log("resume", "resumed by the operator")
 
     def kill(self) -> None:
-        """Restore the knobs from before the controller was attached, and detach it, at once."""
+        """Restore the knobs and the SLO from before the controller was attached, and detach it, at once."""
         with self._lock:
             self._by_the_clock()
             if not self._ended:
@@ -290,19 +327,24 @@ class Control(ReportsRates):
             self._detach("detached: the knobs from before are restored")
 
     def set(self, /, **knobs: float) -> Knobs:
-        """Set ``knobs`` by hand and pause, so that the controller does not undo it. Returns the knobs in force. Raises
-        ``ValueError`` for an unknown name, a value above the engine's limits, and a knob that it does not turn while it runs."""
+        """Set ``knobs`` by hand and pause, so that the controller does not undo it; the others are as :meth:`pause` leaves them.
+        Returns the knobs in force. Raises ``ValueError`` for an unknown name, a value above the engine's limits, and a knob that
+        it does not turn while it runs; nothing has changed then."""
         with self._lock:
-            self._check_attached()
+            self._check_in_force()
             self._by_the_clock()
-            current = self._engine.knobs
-            current.with_(**knobs)  # names and bounds
+            wanted = self._engine.knobs.with_(**knobs)  # names and bounds
             for name, value in knobs.items():
                 check_live(self._engine, name, f"{value:.10g}")
+            self._engine.limits.check(wanted)
+            if not self._paused:
+                self._paused = True
+                self._stand_alone()
+                self._check_attached()  # the controller may have failed
+            current = self._engine.knobs
             if knobs:
                 self._actuator.set(**knobs)
-            self._paused = True
-            self._budgets_apply(False)
+            self._budgets_apply(False)  # once more: the knobs are no longer those of its last decision
             self._actuator.log("pause", "knobs set by the operator", old=current)
             return self._engine.knobs
 
@@ -369,7 +411,7 @@ class Control(ReportsRates):
     def close(self) -> None:
         """Detach, and wait until the decision log is written. Any number of times.
 
-        The knobs of its last decision stay, made to hold without per-step budgets.
+        The knobs of its last decision stay, made to hold without per-step budgets, and so does the SLO.
         """
         with self._lock:
             if not (self._paused or self._ended):
@@ -387,8 +429,12 @@ class Control(ReportsRates):
                 self._by_the_clock()
             self._actuator.log("detach", cause, self._attainment.outcomes())
             self._ended = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back the engine and all that steers or hears of it."""
         with contextlib.suppress(AutotuneError):
-            if not self.observe_only:
+            if self._installed:
                 self._engine.set_step_policy(None, lease=self._lease)
                 self._admission.restore(self._lease)
         self._unsubscribe()
@@ -412,3 +458,18 @@ class Control(ReportsRates):
         self._check_attached()
         if self._engine.closed:
             raise EngineClosedError("the engine is closed")
+
+
+def _nothing() -> None:
+    """Ends a subscription that has not begun."""
+
+
+def _closed_or_gone(engine: Tunable) -> Callable[[], bool]:
+    """Whether ``engine`` is closed, or is no more: what asks does not keep it alive."""
+    found = weakref.ref(engine)
+
+    def over() -> bool:
+        engine = found()
+        return engine is None or engine.closed
+
+    return over

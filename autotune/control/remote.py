@@ -28,11 +28,12 @@ import stat
 import tempfile
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from runtime.errors import AutotuneError, InputError
+from runtime.errors import AutotuneError, EngineClosedError, InputError
 
 if TYPE_CHECKING:
     from autotune.control.loop import Control
@@ -113,14 +114,14 @@ def _identity(path: Path) -> tuple[int, int]:
 
 class SteeringServer(socketserver.ThreadingUnixStreamServer):
     """Serves ``control``, driven by the controller named ``controller``, at ``path`` (None: in the private folder) until
-    :meth:`stop`. Raises :class:`InputError` when no socket can be put there."""
+    :meth:`stop`, or until nobody has the engine any more. Raises :class:`InputError` when no socket can be put there."""
 
     daemon_threads = True
     request_queue_size = 128
     timeout = 0.1  # seconds between two looks whether it is over
 
     def __init__(self, control: Control, controller: str, path: str | Path | None = None) -> None:
-        self._control, self._about = control, {"pid": os.getpid(), "controller": controller}
+        self._control_ref, self._about = weakref.ref(control), {"pid": os.getpid(), "controller": controller}
         self.over, self.free, self._turn = threading.Event(), threading.Semaphore(MOST_CLIENTS), threading.Lock()
         with _naming:
             self.path = _place(path)
@@ -146,10 +147,17 @@ class SteeringServer(socketserver.ThreadingUnixStreamServer):
 
     def _run(self) -> None:
         with self:
-            while not self.over.is_set():
+            while not self.over.is_set() and self._control_ref() is not None:
                 with self.free:
                     self.handle_request()
                 time.sleep(_BREATH_S)
+        self.stop()
+
+    @property
+    def _control(self) -> Control:
+        if (control := self._control_ref()) is None:
+            raise EngineClosedError("nobody has the engine any more")
+        return control
 
     def stop(self) -> None:
         """Take the socket away and have the threads end. Returns at once; any thread, any number of times."""

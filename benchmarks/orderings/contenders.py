@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-from runtime.ordering import SHORTEST_STEP_S, Fcfs, Ordering, Queued, learning, ordering_of
+from runtime.ordering import SHORTEST_STEP_S, Fcfs, Ordering, Queued, learning, leaving, ordering_of
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 
@@ -32,12 +32,17 @@ class Unknowing:
     def __init__(self, inner: Ordering) -> None:
         self._inner = inner
         self._learning = learning(inner)
+        self._leaving = leaving(inner)
 
     def key(self, queued: Queued) -> float:
         return self._inner.key(_seen(queued))
 
     def took(self, queued: Queued, key: float) -> None:
         self._inner.took(_seen(queued), key)
+
+    def left(self, queued: Queued, key: float) -> None:
+        if self._leaving is not None:
+            self._leaving.left(_seen(queued), key)
 
     def on_step(self, record: StepRecord) -> None:
         if self._learning is not None:

@@ -147,6 +147,10 @@ class Recorded:
         self.listeners: list[Listener] = []
         self._leases = LeaseHolder()
 
+    @property
+    def wanted_knobs(self) -> Knobs:
+        return self.knobs
+
     def set_slo(self, slo: SLO, *, request_class: str = "default") -> None: ...
     def set_admission(self, policy: object, *, source: object = None, lease: Lease | None = None) -> None: ...
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...

@@ -93,9 +93,12 @@ class BatchCore:
     def epoch(self) -> int:
         return self.settings.current[0]
 
-    def set_slo(self, request_class: str, slo: SLO) -> None:
-        """Items of ``request_class`` that come from now on are due as ``slo`` says."""
-        self.slos[request_class] = slo
+    def set_slo(self, request_class: str, slo: SLO | None) -> None:
+        """Items of ``request_class`` that come from now on are due as ``slo`` says; None: as those of ``default``."""
+        if slo is None:
+            self.slos.pop(request_class, None)
+        else:
+            self.slos[request_class] = slo
         self.state.slo_s = min((due for s in self.slos.values() if (due := first_target(s)) < inf), default=None)
 
     # -- items ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ on the same device add. With one worker at a time the last three are left out. F
 :mod:`runtime.step_model` (relative errors, Huber-clipped, directional forgetting: what does not vary is not forgotten).
 
 Failure mode: a time that depends on what is not in the formula. ``margin`` widens with it: a quantile of actual/predicted
-over the latest calls.
+over the latest calls. While there are few, one that takes four times as long as the first explains makes it forget them: that
+one answered from a cache, or did nothing.
 """
 
 from __future__ import annotations
@@ -44,11 +45,17 @@ class ServiceModel:
 
     def __init__(self, *, shared: bool = False, forgetting: float = 0.98) -> None:
         self._shared = shared
-        self._fit = RecursiveLeastSquares(6 if shared else 3, forgetting=forgetting)
-        self._unit = 0.0  # seconds
+        self._forgetting = forgetting
         self._items = 1 / 32  # of an item and of a unit of cost, so that all inputs are of order one
-        self._cost = 1 / 32
         self._seen = 0
+        self._begin(0.0, 1, 1)
+
+    def _begin(self, unit: float, items: int, cost: int) -> None:
+        """Nothing is known but that a call of ``items`` that cost ``cost`` took ``unit`` seconds."""
+        self._fit = RecursiveLeastSquares(6 if self._shared else 3, forgetting=self._forgetting)
+        self._unit = unit
+        self._cost = items / (32 * cost)
+        self._first = items, cost
         self._ratios: deque[float] = deque(maxlen=_KEPT)
         self._price: tuple[int, float, Price] | None = None
         self.margin = _FIRST_MARGIN
@@ -90,9 +97,9 @@ class ServiceModel:
         self._seen += 1
         if self._seen <= _WARM_UP:
             return
-        if not self._unit:
-            self._unit = seconds
-            self._cost = n / (32 * c)
+        scale = max(n / self._first[0], c / self._first[1]) * (1 + call.others)
+        if self._fit.wants_unit(self._unit, seconds, scale):
+            self._begin(seconds, n, c)
         if self.ready:
             expected = self.predict(n, c, call.others) if call.predicted is None else call.predicted
             if expected > 0:

@@ -45,7 +45,7 @@ class TunableBatcher(Tuning):
     """Its knobs are ceilings for the adaptive strategy; they are what the others do exactly."""
 
     def __init__(self, pool: Tuned) -> None:
-        super().__init__(pool.core.settings, pool.listeners, pool.clock, pool.core.slos)
+        super().__init__(pool.core.settings, pool.listeners, pool.clock, pool.core.slos, threads=True)
         self._pool = pool
 
     @property
@@ -72,7 +72,7 @@ class TunableBatcher(Tuning):
             pool.wake()
         return result
 
-    def _put_slo(self, request_class: str, slo: SLO) -> None:
+    def _put_slo(self, request_class: str, slo: SLO | None) -> None:
         with self._pool.lock:
             self._pool.core.set_slo(request_class, slo)
 

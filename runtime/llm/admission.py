@@ -11,6 +11,8 @@ computed before a request's own and of that one, and r the rate of such work as 
   is reserved for those that weigh more than others: one that comes late after all has taken the time of lighter ones;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
+All three go by the SLOs of now: where those change, timeouts and places in the queue of what waits do, too.
+
 A request that is relegated instead is not ended. It waits behind all that can still be met, by arrival, begins when none of those
 waits and there is room, and counts for no other as work before its own. A prompt already begun keeps its KV blocks, and has what
 others that begin leave of a step, if anything. By default that is done to classes that weigh less than 1: nobody waits at a
@@ -285,6 +287,12 @@ class Admission:
             limit = None if slo is None or slo.ttft_ms is None else slo.ttft_ms / 1e3
         if limit is not None:
             self.timeouts.add(sequence, sequence.request.arrival + limit)
+
+    def retime(self, waiting: Iterable[Sequence]) -> None:
+        """SLOs have changed: those of ``waiting`` may wait as long as they allow now, from their arrival on."""
+        self.timeouts = Expiries(self._untimed)
+        for sequence in sorted(waiting, key=lambda one: one.request.arrival):
+            self.queued(sequence)
 
     @property
     def next_timeout(self) -> float:

@@ -143,6 +143,8 @@ class TokenBuffer:
         """As :meth:`wait`, without holding up the running event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
+            if self._awaited:  # it is read here now, whatever other loop was closed
+                self._awaited = [future for future in self._awaited if not future.get_loop().is_closed()]
             if self._ready(seen):
                 return
             future: asyncio.Future[None] = loop.create_future()

@@ -84,6 +84,10 @@ class Adjustable(Protocol):
         weights: Mapping[str, float] | None = None,
         source: RateSource | None = None,
     ) -> None: ...
+    def retarget(self) -> None:
+        """SLOs have changed: what waits goes by those of now."""
+        ...
+
     def view(self, now: float) -> SchedulerView: ...
 
 
@@ -179,6 +183,11 @@ class EngineCore:
         scheduler.admission = made = Admission(policy, scheduler.slack, weights=weights, source=source)
         for sequence in scheduler.waiting:
             made.queued(sequence)
+
+    def retarget(self) -> None:
+        """SLOs have changed: what waits goes by those of now, where its deadlines differ."""
+        if self.slack.deadlines_changed():
+            self._unordered += self.scheduler.retarget()
 
     def add(self, request: Request, now: float | None = None) -> Sequence:
         """Queue ``request``, ``now`` (its arrival, unless given). Raises ``ValueError`` if it can never run, RejectedError if

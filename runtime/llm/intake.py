@@ -110,7 +110,9 @@ class Intake:
                 raise ValueError(f"prompt is text, and {lacks_tokenizer(model)}; give it as a list of token ids")
             try:
                 tokens = tuple(model.tokenizer.encode(prompt)) if prompt else ()
-            except Exception as error:  # half a surrogate pair, say; tokenizers raise what they like
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # half a surrogate pair, say; tokenizers raise what they like
                 raise ValueError(f"prompt cannot be tokenised: {error}") from error
         else:
             try:
@@ -147,6 +149,11 @@ class Intake:
         for name, value in (("request_id", request_id), ("tenant", tenant), ("request_class", request_class)):
             if not isinstance(value, str):
                 raise ValueError(f"{name} is {value!r}; it must be text")
+            if not value.isascii():
+                try:
+                    value.encode()
+                except UnicodeEncodeError:
+                    raise ValueError(f"{name} is {value!r}; it must be text without half a surrogate pair") from None
         if self._classes and request_class not in self._classes:
             raise ValueError(f"request_class is {request_class!r}; the classes are {', '.join(sorted(self._classes))}")
         if params.stop and self._model.tokenizer is None:

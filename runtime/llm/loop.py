@@ -49,7 +49,9 @@ class EngineLoop:
         self._clock = clock
         self._max_queue = max_queue
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock = threading.Lock()  # guards the next three; held for microseconds, never across a step
+        # Guards the next three; held for microseconds, never across a step. A signal handler may come to it again.
+        self._lock = threading.RLock()
+        self._held = threading.Condition(self._lock)
         self._closed = False
         self._live: dict[str, TokenBuffer] = {}
         self._on_the_way = 0  # accepted, still in the inbox
@@ -77,12 +79,24 @@ class EngineLoop:
         """Whether the caller is the engine's thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
+    @property
+    def holds_up(self) -> bool:
+        """Whether the caller is a signal handler that interrupts another of these methods, so that the thread cannot go on
+        before the handler has returned."""
+        try:
+            self._held.notify(0)
+        except RuntimeError:  # this thread does not hold the lock
+            return False
+        return True
+
     def may_wait(self) -> None:
-        """Raise ``RuntimeError`` in the engine's own thread, which would wait for itself, and EngineClosedError in another
-        process, where nothing comes."""
+        """Raise ``RuntimeError`` in the engine's own thread, which would wait for itself, and where the engine waits for the
+        caller (:attr:`holds_up`); EngineClosedError in another process, where nothing comes."""
         self._check_process()
         if self.here:
             raise RuntimeError("a listener or step policy runs in the engine's thread and cannot wait for its tokens")
+        if self.holds_up:
+            raise RuntimeError("a signal handler that interrupts a call of the engine cannot wait for it")
 
     def submit(self, request: Request, buffer: TokenBuffer) -> None:
         """Queue ``request``. Raises RejectedError (queue full, closed), ``ValueError`` if its id is in use, or
@@ -133,10 +147,11 @@ class EngineLoop:
 
     def ask(self, question: Callable[[], T]) -> T:
         """Answer ``question`` on the engine's thread, between steps; after the end of the thread, at once. Raises
-        EngineClosedError in another process."""
+        EngineClosedError in another process, and ``RuntimeError`` where the thread waits for the caller."""
         self._check_process()
         if self.here:
             return question()
+        self.may_wait()
         answer: Future[T] = Future()
         with self._lock:
             ended = self._over
@@ -145,13 +160,15 @@ class EngineLoop:
         return question() if ended else answer.result()
 
     def close(self, drain: bool) -> None:
-        """Accept nothing more; finish (``drain``) or cancel what there is; wait for the thread to end."""
+        """Accept nothing more; finish (``drain``) or cancel what there is; wait for the thread to end, unless that waits for the
+        caller."""
         if self._elsewhere:
             return
+        waits = not self.here and not self.holds_up
         with self._lock:
             self._closed = True
             self._inbox.put(partial(self._close, drain))
-        if not self.here:
+        if waits:
             self._thread.join()
 
     def join(self, timeout: float) -> None:
@@ -247,11 +264,13 @@ class EngineLoop:
     def _add(self, request: Request, buffer: TokenBuffer) -> None:
         with self._lock:  # so that submit counts the request once: on the way or waiting
             self._on_the_way -= 1
-            if self._over:
+            if self._over and self.error is not None:
                 buffer.end(None, None, self.error, self._wakes)
                 return
             now = self._clock.now()
             try:
+                if self._closing:  # in the middle of its submit, by a signal handler
+                    raise RejectedError(f"request {request.id}: {self._why_closed()}", reason="closed")
                 sequence = self.core.add(request, now)
             except Exception as error:  # the scheduler has the last word on what can run, and in time
                 self._forget(buffer)

@@ -138,7 +138,7 @@ class OutputProcessor:
         self._eos = frozenset(eos_token_ids)
         self._decode = decode
         self._texts: dict[Sequence, Detokenizer] = {}
-        self.failures: dict[Sequence, Exception] = {}
+        self.failures: dict[Sequence, BaseException] = {}
         """Why a tokenizer raised on a sequence's tokens, until it is released; such a sequence stops with ERROR."""
 
     def process(self, result: StepResult) -> list[tuple[Sequence, FinishReason]]:
@@ -159,7 +159,9 @@ class OutputProcessor:
                 try:
                     text = self.text_of(sequence)
                     text.push(token_id)
-                except Exception as error:  # someone's tokenizer: one request's fault, not the engine's
+                except BaseException as error:  # someone's tokenizer: one request's fault, not the engine's
+                    if isinstance(error, KeyboardInterrupt):  # of whoever waits in this thread
+                        raise
                     log.warning("the tokenizer failed on request %s", sequence.request.id, exc_info=True)
                     self.failures[sequence] = error
                     stops.append((sequence, FinishReason.ERROR))

@@ -189,6 +189,16 @@ class Scheduler:
         before = self.waiting.ordering
         return self.waiting.reorder(ordering) + self.waiting.key_anew(self.prefills, before)
 
+    def retarget(self) -> list[tuple[Sequence, Exception]]:
+        """TTFT or E2E targets have changed: what waits, and prompts in progress, go by those of now, in order, slack and the
+        queue's timeout. Returns as :meth:`reorder`."""
+        waiting = self.waiting
+        failed = waiting.reorder(waiting.ordering, slos_changed=True) + waiting.key_anew(self.prefills, None)
+        self.slack.requeued((*waiting, *self.prefills))
+        if self.admission is not None:
+            self.admission.retime(waiting)
+        return failed
+
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
         sequence.pending = self.holdings.uncached(sequence)

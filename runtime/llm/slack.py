@@ -62,10 +62,11 @@ class SlackTracker:
     TTFT and E2E are due at fixed times; TPOT as above; an ITL target is due at the last step's end plus the target.
     """
 
-    __slots__ = ("_expected", "_gap", "_gaps", "_pending", "_tpot", "_whole", "following", "slos")
+    __slots__ = ("_deadlines", "_expected", "_gap", "_gaps", "_pending", "_tpot", "_whole", "following", "slos")
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
         self.slos = dict(slos)
+        self._deadlines = self._deadlines_now()
         self._pending = _Earliest()  # until the first token, or the next one of those that were preempted
         self._whole = _Earliest()  # until the last one, of those that decode
         self._tpot: dict[float, _Earliest] = {}
@@ -73,6 +74,20 @@ class SlackTracker:
         self._gap: dict[Sequence, float] = {}
         self._expected: dict[Sequence, float] = {}  # TPOT targets of those whose first token is on its way, s
         self.following = False
+
+    def _deadlines_now(self) -> dict[str, tuple[float | None, float | None]]:
+        return {name: (slo.ttft_ms, slo.e2e_ms) for name, slo in self.slos.items()}
+
+    def deadlines_changed(self) -> bool:
+        """Whether a TTFT or E2E target has changed since the last call: requests that wait were queued by another."""
+        before, self._deadlines = self._deadlines, self._deadlines_now()
+        return self._deadlines != before
+
+    def requeued(self, sequences: Iterable[Sequence]) -> None:
+        """``sequences``, whose prompts wait or are being computed, go by the SLOs of now."""
+        for sequence in sequences:
+            self._pending.drop(sequence)
+            self.queued(sequence)
 
     def follow(self, queued: Iterable[Sequence], decoding: Iterable[Sequence]) -> None:
         """Begin, with those that wait for their first or next token and those that decode, by the SLOs of now."""
@@ -137,8 +152,10 @@ class SlackTracker:
         self._pending.drop(sequence)
         self._whole.drop(sequence)
         self._expected.pop(sequence, None)
-        for heap in self._tpot.values():
+        for target, heap in [*self._tpot.items()]:
             heap.drop(sequence)
+            if not len(heap):
+                del self._tpot[target]
         gap = self._gap.pop(sequence, None)
         if gap is not None:
             self._gaps[gap] -= 1
@@ -170,10 +187,12 @@ class SlackTracker:
         would hold up all others.
         """
         found = []
-        for target, heap in self._tpot.items():
+        for target, heap in [*self._tpot.items()]:
             due = heap.least(now - target * (step + GIVE_UP)) + target * step
             if due < inf:
                 found.append((target, due - now))
+            else:  # there may come no other with this target
+                del self._tpot[target]
         if self._expected:  # apart: a whole target would hide who is behind by less than the step in flight takes
             found.extend((target, target) for target in set(self._expected.values()))
         if self._gaps:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Self, TypeVar
 
 from runtime.clock import Clock
+from runtime.errors import EngineClosedError
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import Adjustable, Core
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
+from runtime.shared.kept import Kept, StandIn
 from runtime.shared.listeners import Listeners
 from runtime.shared.tuning import Tuning
 from runtime.slo import SLO
@@ -26,9 +29,17 @@ class TunableCore(Tuning):
     """``slos`` and ``weights`` are those of the request classes there are."""
 
     def __init__(
-        self, core: Adjustable, listeners: Listeners, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
+        self,
+        core: Adjustable,
+        listeners: Listeners,
+        clock: Clock,
+        slos: dict[str, SLO],
+        weights: Mapping[str, float],
+        *,
+        threads: bool = False,
     ) -> None:
-        super().__init__(core.settings, listeners, clock, slos)
+        super().__init__(core.settings, listeners, clock, slos, threads=threads)
+        self._kept_source: Kept[RateSource] | None = None
         self._core = core
         self._weights = dict(weights)
 
@@ -41,8 +52,14 @@ class TunableCore(Tuning):
         """Every knob is live, steps are recorded, and budgets of single steps and admission are heeded."""
         return Capabilities.live()
 
-    def _put_slo(self, request_class: str, slo: SLO) -> None:
-        self._slos[request_class] = self._core.slack.slos[request_class] = slo
+    def _put_slo(self, request_class: str, slo: SLO | None) -> None:
+        for slos in (self._slos, self._core.slack.slos):
+            if slo is None:
+                slos.pop(request_class, None)
+            else:
+                slos[request_class] = slo
+        with suppress(EngineClosedError):
+            self._post(self._core.retarget)
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -68,7 +85,24 @@ class TunableCore(Tuning):
         """
         self._lease.check(lease)
         made = AdmissionPolicy.of(policy)
-        self._post(partial(self._core.set_admission, made, weights=self._weights, source=source))
+        kept = Kept(source) if self._threads and source is not None else None
+        heeded = source if kept is None else _Rates(kept)
+        self._post(partial(self._core.set_admission, made, weights=self._weights, source=heeded))
+        self._kept_source = kept
+
+
+class _Rates(StandIn[RateSource], RateSource):
+    @property
+    def prefill_rate(self) -> float:
+        return 0.0 if (target := self.target) is None else target.prefill_rate
+
+    @property
+    def prompts_per_step(self) -> int:
+        return 1 if (target := self.target) is None else target.prompts_per_step
+
+    @property
+    def pair_tokens(self) -> float:
+        return 0.0 if (target := self.target) is None else target.pair_tokens
 
 
 class TunableEngine(TunableCore):
@@ -77,7 +111,7 @@ class TunableEngine(TunableCore):
     def __init__(
         self, core: Core, loop: EngineLoop, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
     ) -> None:
-        super().__init__(core, loop.listeners, clock, slos, weights)
+        super().__init__(core, loop.listeners, clock, slos, weights, threads=True)
         self._loop = loop
         self._forgotten = weakref.finalize(self, loop.abandon)
         self._forgotten.atexit = False  # the loop sees to that itself
@@ -113,7 +147,7 @@ class TunableEngine(TunableCore):
     def _post(self, change: Callable[[], None]) -> None:
         self._loop.post(change)
 
-    def _put_slo(self, request_class: str, slo: SLO) -> None:
+    def _put_slo(self, request_class: str, slo: SLO | None) -> None:
         if request_class not in {"default", *self._slos}:
             known = ", ".join(sorted({"default", *self._slos}))
             raise ValueError(f"request_class is {request_class!r}; the classes are {known}")

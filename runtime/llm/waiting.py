@@ -13,7 +13,7 @@ from typing import Final
 from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
 from runtime.llm.prefill_rate import Work
-from runtime.ordering import Ordering, learning
+from runtime.ordering import Deadline, Ordering, learning, leaving
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import Sequence
 
@@ -89,12 +89,7 @@ class WaitingQueue:
     def pop(self) -> Sequence:
         """Remove and return what :meth:`peek` shows; the caller changes its state."""
         sequence = heapq.heappop(self._heap)[3]
-        self.count -= 1
-        self._tally(sequence, -1)
-        try:
-            self._ordering.took(sequence.request, given(sequence))
-        except Exception:  # somebody's own; it only listens
-            log.warning("the ordering raised when request %s began", sequence.request.id, exc_info=True)
+        self._taken(sequence)
         return sequence
 
     def take(self, sequence: Sequence) -> None:
@@ -102,10 +97,24 @@ class WaitingQueue:
         if self.peek() is not sequence:
             self._heap = [entry for entry in self._heap if entry[3] is not sequence]
             heapq.heapify(self._heap)
-            self.count -= 1
-            self._tally(sequence, -1)
+            self._taken(sequence)
         else:
             self.pop()
+
+    def _taken(self, sequence: Sequence) -> None:
+        self.count -= 1
+        self._tally(sequence, -1)
+        for ordering, key in self._keys_of(sequence):
+            _tell_taken(ordering, sequence, key)
+
+    def _keys_of(self, sequence: Sequence) -> list[tuple[Ordering, float]]:
+        """The orderings that have given ``sequence`` a key and wait to hear that it has left the queue, each with its key."""
+        if sequence.preemptions:  # they heard when it began
+            return []
+        keys = [(self._ordering, given(sequence))]
+        if self._ordering is not self.own and sequence.own_key is not None:
+            keys.append((self.own, sequence.own_key))
+        return keys
 
     def in_order(self) -> Iterator[Sequence]:
         """Those that wait, as of now, in the order of their turns. One that ends meanwhile is left out; one that is relegated
@@ -136,6 +145,13 @@ class WaitingQueue:
         self.count -= 1
         self._tally(sequence, -1)
         self._sweep()
+        for ordering, key in self._keys_of(sequence):
+            listener = leaving(ordering)
+            if listener is not None:
+                try:
+                    listener.left(sequence.request, key)
+                except Exception:
+                    log.warning("the ordering raised when request %s left", sequence.request.id, exc_info=True)
 
     def _sweep(self) -> None:
         gone = len(self._heap) - self.count
@@ -182,11 +198,12 @@ class WaitingQueue:
     def ordering(self) -> Ordering:
         return self._ordering
 
-    def reorder(self, ordering: Ordering) -> list[tuple[Sequence, Exception]]:
+    def reorder(self, ordering: Ordering, *, slos_changed: bool = False) -> list[tuple[Sequence, Exception]]:
         """Wait by ``ordering`` from now on, those too that were relegated. Returns those for which it raised: they keep their
-        place until they are ended."""
+        place until they are ended. ``slos_changed``: keys by the ordering in force may differ now."""
         waiting = [entry for entry in sorted(self._heap) if _stands(entry)]
-        before, self._ordering, self._buckets = self._ordering, ordering, None
+        before = None if slos_changed else self._ordering
+        self._ordering, self._buckets = ordering, None
         self._learning = learning(ordering)
         self.relegated_tokens = 0
         failed = self.key_anew((sequence for *_, sequence in waiting), before)
@@ -196,15 +213,17 @@ class WaitingQueue:
         self._arrived = deque(sorted(arrived, key=_arrival))
         return failed
 
-    def key_anew(self, sequences: Iterable[Sequence], before: Ordering) -> list[tuple[Sequence, Exception]]:
-        """Give each its key by the ordering in force in place of that by ``before``; none is relegated any more. The key that the
-        own ordering gave is its key again: one that shares out what is asked for must not be asked twice. Returns those for which
-        it raised, which keep what they had."""
+    def key_anew(self, sequences: Iterable[Sequence], before: Ordering | None) -> list[tuple[Sequence, Exception]]:
+        """Give each its key by the ordering in force in place of that by ``before`` (None: by the same and former SLOs, if it
+        goes by any); none is relegated any more. The key that the own ordering gave is its key again: one that shares out what is
+        asked for must not be asked twice. Returns those for which it raised, which keep what they had."""
         ordering, own = self._ordering, self.own
         failed: list[tuple[Sequence, Exception]] = []
         for sequence in sequences:
             unrelegate(sequence)
-            if ordering is before:
+            if before is None and isinstance(own, Deadline):
+                sequence.own_key = None
+            if ordering is before or (before is None and not isinstance(ordering, Deadline)):
                 continue
             if before is own:
                 sequence.own_key = sequence.key
@@ -213,6 +232,10 @@ class WaitingQueue:
                 sequence.key = key_of(ordering, sequence) if known is None else known
             except StepFailedError as error:
                 failed.append((sequence, error))
+                continue
+            begun = sequence.state != "waiting" or sequence.preemptions
+            if before is not None and known is None and begun:
+                _tell_taken(ordering, sequence, sequence.key)
         return failed
 
     def stepped(self, record: StepRecord) -> None:
@@ -309,6 +332,13 @@ def key_of(ordering: Ordering, sequence: Sequence) -> float:
     if math.isnan(key):
         raise StepFailedError("its ordering gave it no place: the key is NaN")
     return key
+
+
+def _tell_taken(ordering: Ordering, sequence: Sequence, key: float) -> None:
+    try:
+        ordering.took(sequence.request, key)
+    except Exception:  # somebody's own; it only listens
+        log.warning("the ordering raised when request %s began", sequence.request.id, exc_info=True)
 
 
 def work_of(sequence: Sequence) -> Work:

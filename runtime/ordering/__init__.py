@@ -1,9 +1,10 @@
 """Who goes next: one file a policy, for requests of the engine and items of the batcher alike.
 
 An ordering gives each a key when it is queued; the smallest goes first. Keys do not change while something waits, so that a
-queue is a heap: what grows with waiting grows alike for all, and what is learned goes into later keys. Every ordering
-bounds how long it can pass somebody over: each key grows with the time of arrival (or, for fair share, with the work queued
-before), so that whoever waits is overtaken only so long.
+queue is a heap: what grows with waiting grows alike for all, and what is learned goes into later keys. Where SLOs change, an
+ordering that goes by them gives what waits another key. Every ordering
+bounds how long it can pass somebody over: each key grows with the time of arrival (or, for fair share, with the work of its
+tenant queued before and the work that others get), so that whoever waits is overtaken only so long.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from runtime.ordering.fcfs import Fcfs
 from runtime.ordering.hybrid import ALPHA_S, Hybrid
 from runtime.ordering.least_slack import LeastSlack
 from runtime.ordering.priority import PRIORITY_STEP_S, Priority
-from runtime.ordering.protocol import Learning, Ordering, Queued
+from runtime.ordering.protocol import Learning, Leaving, Ordering, Queued
 from runtime.ordering.shortest import SHORTEST_STEP_S, ShortestFirst
 from runtime.ordering.shortest_expected import ShortestExpected
 from runtime.slo import SLO
@@ -58,6 +59,11 @@ def learning(value: Ordering) -> Learning | None:
     return value if _has(value, "on_step", "on_request") else None  # type: ignore[return-value]  # just looked at
 
 
+def leaving(value: Ordering) -> Leaving | None:
+    """``value``, if it has the method of one that is told who ends before it runs."""
+    return value if _has(value, "left") else None  # type: ignore[return-value]  # just looked at
+
+
 def _has(value: object, *methods: str) -> bool:
     return all(callable(getattr(value, method, None)) for method in methods)
 
@@ -76,6 +82,7 @@ __all__ = [
     "Hybrid",
     "Learning",
     "LeastSlack",
+    "Leaving",
     "Ordering",
     "Priority",
     "Queued",
@@ -83,5 +90,6 @@ __all__ = [
     "ShortestFirst",
     "is_ordering",
     "learning",
+    "leaving",
     "ordering_of",
 ]

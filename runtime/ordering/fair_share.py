@@ -2,16 +2,23 @@
 
 What a tenant queues starts, in virtual time, where the tenant's previous work ends, and lasts work / weight; the smallest start
 goes first. A tenant that has nothing queued starts at the present virtual time: what it did not use is not saved up.
+
+Virtual time is the start of what was taken last, and grows at least by the work taken / weight of the tenants that have
+something queued, as in generalized processor sharing (Parekh and Gallager, IEEE/ACM Transactions on Networking 1, 1993). By
+starts alone it would stand still while ever new tenants come, and who has been served once would wait for all of them.
+
+Bound: with n tenants of like weights in the queue at a time, what starts w ahead of virtual time goes before all that comes
+when n · w of work has been taken. Cost: constant, and O(log n) in the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from math import inf
 
 from runtime.ordering.protocol import Queued
 
-_REMEMBERED = 1024  # tenants with nothing queued, before those that owe nothing are forgotten
+_REMEMBERED = 1024  # tenants, before those that owe nothing and have nothing queued are forgotten
 
 
 class Shares:
@@ -25,11 +32,21 @@ class Shares:
                 raise ValueError(f"weight of tenant {tenant!r} is {weight!r}; it must be a number above 0")
         self.now = 0.0
         self.starts: dict[str, float] = {}
+        self._queued: dict[str, int] = {}  # how often a tenant has joined and not left
+        self._share = 0.0  # of what was taken last: virtual time grows by it when more is taken
+        self._most = _REMEMBERED
 
     def join(self, tenant: str) -> float:
-        """Where the work of ``tenant`` starts that had none; it saved up nothing."""
+        """``tenant`` queues work. Returns where it starts; one that had none has saved up nothing."""
+        self._queued[tenant] = self._queued.get(tenant, 0) + 1
         start = self.starts[tenant] = max(self.now, self.starts.get(tenant, 0.0))
         return start
+
+    def leave(self, tenant: str) -> None:
+        """The opposite of :meth:`join`."""
+        count = self._queued.pop(tenant, 0)
+        if count > 1:
+            self._queued[tenant] = count - 1
 
     def lasts(self, queued: Queued) -> float:
         return queued.work / self._weights.get(queued.tenant, 1.0)
@@ -40,15 +57,30 @@ class Shares:
         self.starts[queued.tenant] = start + lasts
         return lasts
 
-    def advance(self, start: float, busy: Collection[str] = ()) -> None:
-        """What starts at ``start`` goes. Tenants that owe nothing, and are not ``busy``, need not be remembered."""
-        self.now = max(self.now, start)
-        if len(self.starts) > _REMEMBERED + len(busy):
-            self.starts = {t: at for t, at in self.starts.items() if at > self.now or t in busy}
+    def refund(self, queued: Queued, start: float) -> None:
+        """``queued``, which was charged from ``start`` on, does not run: what of it lies ahead of virtual time is not charged."""
+        lasts = self.lasts(queued)
+        ahead = min(lasts, start + lasts - self.now)
+        if ahead > 0:
+            self.starts[queued.tenant] -= ahead
+
+    def advance(self, start: float, work: int) -> None:
+        """What starts at ``start`` goes, ``work`` altogether; its tenants have not left yet. Every now and then, tenants that owe
+        nothing and have nothing queued are forgotten."""
+        self.now = max(self.now + self._share, start)
+        self._share = work / self._sharing()
+        if len(self.starts) > self._most:
+            self.starts = {t: at for t, at in self.starts.items() if at > self.now or t in self._queued}
+            self._most = max(_REMEMBERED, 2 * len(self.starts))
+
+    def _sharing(self) -> float:
+        """The weight of those that have something queued; 1 if nobody has."""
+        weighted = [weight for tenant, weight in self._weights.items() if tenant in self._queued]
+        return sum(weighted) + len(self._queued) - len(weighted) or 1.0
 
 
 class FairShare:
-    """The start is given when a request is queued, and stands: one that ends while it waits has still been charged."""
+    """The start is given when a request is queued, and stands. What ends before it runs is no longer charged."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._shares = Shares(weights)
@@ -59,4 +91,9 @@ class FairShare:
         return start
 
     def took(self, queued: Queued, key: float) -> None:
-        self._shares.advance(key)
+        self._shares.advance(key, queued.work)
+        self._shares.leave(queued.tenant)
+
+    def left(self, queued: Queued, key: float) -> None:
+        self._shares.refund(queued, key)
+        self._shares.leave(queued.tenant)

@@ -37,7 +37,15 @@ class Ordering(Protocol):
         ...
 
     def took(self, queued: Queued, key: float) -> None:
-        """``queued``, which was given ``key``, has left the queue to run."""
+        """``queued``, which was given ``key``, has left the queue to run: once, however often it is preempted."""
+        ...
+
+
+class Leaving(Ordering, Protocol):
+    """An ordering that is told of those, too, that end before they run."""
+
+    def left(self, queued: Queued, key: float) -> None:
+        """``queued``, which was given ``key``, has left the queue and will not run: refused, cancelled or timed out."""
         ...
 
 

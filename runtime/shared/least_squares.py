@@ -7,6 +7,8 @@ from collections.abc import Sequence
 _NOISE = 0.05  # deviation of a step from what can be predicted at all, relative: the unit of covariances
 _PRIOR = 100.0  # variance of each coefficient before anything is known
 _CLIP = 4.0
+_FEW = 16  # samples, while there are no more of which a unit of results may still change
+_TYPICAL = 4.0  # times what the first result explains, up to which it was a usual one
 
 
 class RecursiveLeastSquares:
@@ -14,16 +16,18 @@ class RecursiveLeastSquares:
 
     Each sample is divided by its own result, so that relative errors are what is made small; a stall ten times too long
     then speaks with a tenth of the weight. ``forgetting`` is the weight that old knowledge keeps in the direction of each new
-    input. A relative residual counts for at most four times the usual one (a running mean, at least 1%).
+    input. A relative residual counts for at most four times the usual one (a running mean, at least 1%), and a result for no less
+    than half of what is predicted: a sample of next to nothing would weigh more than all others.
     """
 
-    __slots__ = ("_cov", "_forgetting", "_free", "_info", "coefficients", "samples", "spread")
+    __slots__ = ("_beyond", "_cov", "_forgetting", "_free", "_info", "_spread", "coefficients", "samples")
 
     def __init__(self, n: int, *, forgetting: float = 0.98) -> None:
         self.coefficients = [0.0] * n
         self._free = [0.0] * n  # the same without the bound at zero: the recursion needs it undisturbed
         self.samples = 0
-        self.spread = 0.0
+        self._beyond = 0  # results far beyond what the unit explains
+        self._spread = 0.0  # running mean of relative residuals, as the free coefficients have them
         self._forgetting = forgetting
         self._cov = [[_PRIOR if i == j else 0.0 for j in range(n)] for i in range(n)]
         self._info = [[1 / _PRIOR if i == j else 0.0 for j in range(n)] for i in range(n)]
@@ -47,7 +51,21 @@ class RecursiveLeastSquares:
         self._info = _inverse(self._cov)
         self.coefficients, self._free = list(coefficients), list(coefficients)
         self.samples = 4 * len(coefficients)
-        self.spread = prior_error
+        self._spread = prior_error
+
+    def wants_unit(self, unit: float, y: float, scale: float) -> bool:
+        """Whether ``y`` should be the unit of results in place of ``unit``, the first one of all (0: there was none), with
+        nothing learned before. ``scale``: the most that any input of ``y`` is of that of the first.
+
+        With coefficients of at least 0, ``y`` is no more than ``unit`` times that. Where it is far more, as more than half of the
+        results since are, the first was no usual result: coefficients in units of it are of order one hundred, and no later
+        sample weighs enough beside it to find them. After a few samples it stays.
+        """
+        if not unit or self.samples >= _FEW:
+            return not unit
+        beyond = y > _TYPICAL * unit * max(1.0, scale)
+        self._beyond += beyond
+        return beyond and 2 * self._beyond > self.samples
 
     def covariance(self) -> list[list[float]]:
         return [row[:] for row in self._cov]
@@ -56,14 +74,18 @@ class RecursiveLeastSquares:
         """Learn that inputs ``x`` gave ``y`` > 0; returns the relative residual before, (y − predicted) / y."""
         x = [v / y for v in x]
         residual = 1.0 - sum(map(float.__mul__, self._free, x))
+        settled = self.samples > 2 * len(x)
+        if settled and residual < -1.0 and (half := self.predict(x) / 2) > 1.0:
+            x = [v / half for v in x]
+            residual = 1.0 - sum(map(float.__mul__, self._free, x))
         px, gain_of = self._absorb_three(*x) if len(x) == 3 else self._absorb(x)
         step = residual
-        if self.samples > 2 * len(x):
-            most = _CLIP * max(self.spread, 0.01)
+        if settled:
+            most = _CLIP * max(self._spread, 0.01)
             step = min(max(residual, -most), most)
         self.samples += 1
         weight = max(0.05, 1 / self.samples)
-        self.spread += weight * (min(abs(residual), 1.0) - self.spread)
+        self._spread += weight * (min(abs(residual), 1.0) - self._spread)
         scale = step / gain_of
         self._free = [c + scale * p for c, p in zip(self._free, px)]  # noqa: B905  # as long as each other, by the above
         self.coefficients = self._free[:] if min(self._free) >= 0 else self._non_negative()

@@ -30,11 +30,18 @@ class Settings:
         """Gives each step its own budget, below the knob. Set by :meth:`set_policy`."""
         self.lease = LeaseHolder()
         """The right to turn the knobs: one, however many faces they are turned through."""
-        self._turning = threading.Lock()  # so that no two settings get one epoch
+        self._turning = (
+            threading.RLock()
+        )  # so that no two settings get one epoch; a signal handler may set within a setting
 
     @property
     def knobs(self) -> Knobs:
         return self.current[1]
+
+    @property
+    def wanted(self) -> Knobs:
+        """Those last set, which ``effective_limits`` may have lowered."""
+        return self._wanted
 
     @property
     def epoch(self) -> int:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from runtime.clock import Clock
 from runtime.knobs import KnobLimits, Knobs
+from runtime.shared.kept import Kept, ListenerStandIn, PolicyStandIn
 from runtime.shared.listeners import Listeners
 from runtime.shared.settings import Settings
 from runtime.slo import SLO
@@ -21,10 +22,16 @@ class Tuning(ABC):
     """Knobs, limits, SLOs, records and the lease: the one implementation of :class:`runtime.tunable.Tunable`.
 
     A subclass says how a change is made beside the threads that run, what follows from an SLO, and what the view is. Every
-    call may come from any thread.
+    call may come from any thread. ``threads``: whether there are threads that outlive this object; they get stand-ins of what
+    is given to it (:mod:`runtime.shared.kept`).
     """
 
-    def __init__(self, settings: Settings, listeners: Listeners, clock: Clock, slos: dict[str, SLO]) -> None:
+    def __init__(
+        self, settings: Settings, listeners: Listeners, clock: Clock, slos: dict[str, SLO], *, threads: bool = False
+    ) -> None:
+        self._threads = threads
+        self._kept_listeners: set[Kept[Listener]] = set()
+        self._kept_policy: Kept[StepPolicy] | None = None
         self._settings = settings
         self._listeners = listeners
         self.clock = clock
@@ -37,8 +44,8 @@ class Tuning(ABC):
         """Make ``change`` at once, beside no other, and have the threads look at what follows. Raises EngineClosedError."""
 
     @abstractmethod
-    def _put_slo(self, request_class: str, slo: SLO) -> None:
-        """``slo`` is that of ``request_class`` from now on."""
+    def _put_slo(self, request_class: str, slo: SLO | None) -> None:
+        """``slo`` is that of ``request_class`` from now on; None: it has none of its own."""
 
     @property
     @abstractmethod
@@ -63,6 +70,11 @@ class Tuning(ABC):
     def knobs(self) -> Knobs:
         """Those in force."""
         return self._settings.knobs
+
+    @property
+    def wanted_knobs(self) -> Knobs:
+        """Those last set: ``knobs`` are these, lowered to ``effective_limits``."""
+        return self._settings.wanted
 
     @property
     def epoch(self) -> int:
@@ -108,12 +120,30 @@ class Tuning(ABC):
         ``lease`` and what is raised are those of :meth:`set_knobs`.
         """
 
+        kept = Kept(policy) if self._threads and policy is not None else None
+        heeded = policy if kept is None else PolicyStandIn(kept)
+
         def change() -> None:
             self._lease.check(lease)
-            self._settings.set_policy(policy)
+            self._settings.set_policy(heeded)
+            self._kept_policy = kept
 
         self._change(change)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` hear every record, in the thread that ran the step; returns a function that ends it."""
-        return self._listeners.subscribe(listener)
+        """Have ``listener`` hear every record, in the thread that ran the step; returns a function that ends it.
+
+        One that holds the engine says so by ``holds_engine = True``: then an engine that nobody else holds is forgotten, and with
+        it the listener.
+        """
+        if not (self._threads and getattr(listener, "holds_engine", False)):
+            return self._listeners.subscribe(listener)
+        kept, everybody = Kept(listener), self._kept_listeners
+        everybody.add(kept)
+        end = self._listeners.subscribe(ListenerStandIn(kept))
+
+        def ended() -> None:
+            end()
+            everybody.discard(kept)
+
+        return ended

@@ -128,7 +128,6 @@ class ResidentRows:
         seen = (plan.decodes, plan.version)
         if seen == self._seen:
             return
-        self._seen = seen
         rows = plan.decode_rows()
         coming = dict.fromkeys(rows)
         places: list[Sequence | None] = [
@@ -151,14 +150,16 @@ class ResidentRows:
         self.plain = all(
             s.request.params.repetition_penalty == 1 and s.request.params.logprobs is None for s in self.sequences
         )
+        self._seen = seen
 
     def _enter(self, row: int, sequence: Sequence) -> None:
         params = sequence.request.params
+        seed, top_k = self._sampler.seed_of(sequence), self._sampler.top_k_of(params)  # first: they may raise
         self._base[row], self._joined[row] = sequence.computed - sequence.joined, sequence.joined
         self._there[row], self._known[row] = _ABSENT, 0
-        self._seed[row] = self._sampler.seed_of(sequence)
+        self._seed[row] = seed
         self._params[:3, row] = params.temperature, params.top_p, params.min_p
-        self._params[3].view(np.int32)[row] = self._sampler.top_k_of(params)
+        self._params[3].view(np.int32)[row] = top_k
 
     def positions_at(self, step: int) -> Ints:
         """Of the rows' new tokens at decode index ``step``."""
@@ -229,6 +230,7 @@ class ResidentRows:
         """What is on the device may be wrong: the next update enters every row anew."""
         self._there[:] = _ABSENT
         self._known[:] = 0
+        self._seen = (None, -1)
 
 
 class ResidentDecode:

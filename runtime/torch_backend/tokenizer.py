@@ -23,14 +23,25 @@ CHAT_TEMPLATE = (
 
 
 class Tokenizer:
-    """``encode`` and ``decode`` of a transformers tokenizer, with the defaults that serving wants."""
+    """``encode`` and ``decode`` of a transformers tokenizer, with the defaults that serving wants.
+
+    A panic of its Rust code, which is no ``Exception``, is raised as ``RuntimeError``.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens (such as BOS) the model was trained with in front."""
-        ids: list[int] = self.tokenizer.encode(text)
+        return self._ids(text)
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer.encode(text, **options)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as panic:
+            raise RuntimeError(f"the tokenizer broke: {panic}") from panic
         return ids
 
     def encode_chat(self, messages: Seq[Mapping[str, str]]) -> list[int]:
@@ -47,14 +58,18 @@ class Tokenizer:
         except Exception as error:  # a template may raise anything: it is code that came with the model
             raise InputError(f"messages: the model's chat template rejects them: {error}") from error
         try:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            return self._ids(text, add_special_tokens=False)  # the template has written them
         except Exception as error:  # such as half of a surrogate pair, which is no text
             raise InputError(f"messages: cannot be tokenised: {error}") from error
-        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids without special tokens. Bytes that are not valid UTF-8 come out as U+FFFD."""
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        try:
+            text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as panic:
+            raise RuntimeError(f"the tokenizer broke: {panic}") from panic
         return str(text)
 
     @property

@@ -413,6 +413,27 @@ def test_slos_are_the_engines(world: World) -> None:
     assert engine.slos["default"] == SLO(e2e_ms=5000)
 
 
+def test_a_controller_that_is_switched_off_takes_its_slo_along(world: World) -> None:
+    engine: Any = world.engine
+    for before in ({"default": PATIENT}, {}):
+        if not before:
+            engine._put_slo("default", None)
+        assert engine.slos == before
+        attached = autotune.control(engine, slo="ttft=20s")
+        assert engine.slos == {"default": SLO(ttft_ms=20_000)}
+        assert all(r.completed for r in world.serve(5, 6))
+        attached.kill()
+        assert engine.slos == before
+        assert all(r.completed for r in world.serve(5, 6))
+
+
+def test_the_knobs_last_set_are_those_in_force_while_memory_lasts(world: World) -> None:
+    engine = world.engine
+    assert engine.wanted_knobs == engine.knobs
+    engine.set_knobs(max_batch_size=2)
+    assert engine.wanted_knobs == engine.knobs and engine.wanted_knobs.max_batch_size == 2
+
+
 def test_weights_are_those_of_its_request_classes(world: World, tmp_path: Path) -> None:
     """A controller counts what each class lost by them. Classes of a callable have none."""
     assert dict(world.engine.weights) == {}

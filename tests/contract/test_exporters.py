@@ -134,7 +134,7 @@ def test_a_knob_without_counterpart_is_an_error_unless_its_value_loses_nothing(
     if not lost:
         assert export(profile, target).written == made.written
         return
-    with pytest.raises(InputError, match=f"no counterpart in {target.title}; --allow-lossy drops") as caught:
+    with pytest.raises(InputError, match=rf"no counterpart in {target.title}; .*--allow-lossy\) drops") as caught:
         export(profile, target)
     assert all(f"{name}=" in str(caught.value) for name in lost)
 

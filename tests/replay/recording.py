@@ -110,6 +110,10 @@ class ReplayedEngine:
         self._leases = LeaseHolder()
         self._listeners: list[Listener] = []
 
+    @property
+    def wanted_knobs(self) -> Knobs:
+        return self.knobs
+
     def set_slo(self, slo: SLO, *, request_class: str = "default") -> None: ...
 
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:

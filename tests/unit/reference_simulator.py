@@ -110,7 +110,7 @@ class Reference:
         self.waiting: list[Live] = []
         self.ended: dict[str, Event] = {}
         self.steps: list[tuple[float, float]] = []
-        self.virtual = 0.0
+        self.virtual = self.share = 0.0  # time by which tenants share, and by how much it grows when more is taken
         self.answers: list[tuple[int, int]] = []  # (prompt, output) of those that ran to their end
         self.prompt_s = self.prompt_tokens = 0.0  # of the steps with prompts so far, old ones for less
         self.tenant_ends: dict[str, float] = {}
@@ -202,6 +202,9 @@ class Reference:
 
     def finish(self, live: Live, reason: str) -> None:
         self.give_back(live)
+        if self.ordering == "fair" and live in self.waiting and not live.preemptions:
+            work = len(live.request.tokens) + live.request.output
+            self.tenant_ends[live.request.tenant] -= min(work, max(0.0, live.key + work - self.virtual))
         for group in (self.decoding, self.prompting, self.waiting):
             if live in group:
                 group.remove(live)
@@ -348,9 +351,11 @@ class Reference:
             return False
         if self.by_chunk:
             fresh = 0  # they come with its chunks
+        if self.ordering == "fair" and not live.preemptions:
+            sharing = {other.request.tenant for other in self.waiting if not other.preemptions}
+            self.virtual = max(self.virtual + self.share, live.key)
+            self.share = (len(live.request.tokens) + live.request.output) / len(sharing)
         self.waiting.remove(live)
-        if self.ordering == "fair":
-            self.virtual = max(self.virtual, live.key)
         for block in found:
             if not block.holders:
                 self.idle.remove(block)

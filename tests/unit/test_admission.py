@@ -534,6 +534,73 @@ def test_a_policy_put_in_force_and_taken_off_in_mid_run() -> None:
     assert all(r.completed for name, r in world.records.items() if name.startswith("s"))
 
 
+@pytest.mark.parametrize("late", ["by_weight", None])
+@pytest.mark.parametrize("order", ["deadline", "fcfs"])
+def test_whoever_waits_goes_by_the_slo_of_now(late: Any, order: str) -> None:
+    def reasons_after(first: str, then: str) -> dict[str, int]:
+        world = World(slo=first, admission=AdmissionPolicy(late=late, order=order))
+        world.set_knobs(max_batch_size=4)
+        for number in range(20):
+            world.offer(Arrival(0.0, 100, 20, ((number, 100),)), f"r{number}", due=0.0, shared=False)
+        world.run_until(0.05)
+        rate = world.scheduler.admission
+        world.set_slo(then)
+        assert world.scheduler.admission is rate, "nothing that it has learned is forgotten"
+        world.scheduler.waiting.check_integrity()
+        world.run()
+        return reasons(list(world.records.values()))
+
+    assert reasons_after("ttft=200ms", "ttft=60s") == {"length": 20}
+    for never in ("ttft=60s", "tpot=10s"):
+        ended = reasons_after(never, "ttft=200ms")
+        assert ended["length"] < 20 and ended.get("queue_timeout", 0) + ended.get("slo", 0) == 20 - ended["length"]
+    assert reasons_after("ttft=200ms", "tpot=10s") == {"length": 20}, "there is no time-out any more"
+
+
+class WholeBudgets:
+    """Asks in every step."""
+
+    def budget(self, view: SchedulerView) -> int:
+        return view.knobs.token_budget
+
+
+def test_those_that_wait_change_places_with_the_slo_of_their_class() -> None:
+    classes = [RequestClass("one", "ttft=20s"), RequestClass("other", "ttft=30s")]
+    by_deadline = AdmissionPolicy(late=None)
+    for own, policy in (("deadline", None), ("fcfs", by_deadline), ("deadline", by_deadline)):
+        world = World(slo="ttft=10s", classes=classes, ordering=own, admission=policy or False)
+        world.set_step_policy(WholeBudgets())
+        for number, name in enumerate(("default", "one", "other", "one", "other")):
+            arrival = Arrival(0.0, 1000, 1, ((number, 1000),), request_class=name)
+            world.offer(arrival, f"{number}", due=0.0, shared=False)
+        world.run_until(0.015)
+        world.set_slo("ttft=15s", request_class="other")
+        assert world.view().least_slack == pytest.approx(10 - world.clock.now()), "of the one that has begun"
+        world.set_slo("ttft=5s", request_class="other")
+        assert world.view().least_slack == pytest.approx(5 - world.clock.now())
+        if policy is not None:
+            world.set_admission(None)
+            world.set_admission(policy)
+        world.run()
+        begun = sorted(world.records.values(), key=lambda record: record.scheduled or 0.0)
+        assert [record.id for record in begun] == ["0", "2", "4", "1", "3"]
+
+
+def test_another_tpot_target_changes_no_place_and_gives_back_none() -> None:
+    world = World(slo="ttft=200ms,tpot=50ms", admission=AdmissionPolicy(late="relegate"))
+    world.set_knobs(max_batch_size=4)
+    for number in range(20):
+        world.offer(Arrival(0.0, 100, 20, ((number, 100),)), f"r{number}", due=0.0, shared=False)
+    world.run_until(0.3)
+    keys = {sequence: sequence.key for sequence in world.scheduler.waiting}
+    assert world.scheduler.waiting.relegated_tokens
+    world.set_slo("ttft=200ms,tpot=60ms")
+    assert keys == {sequence: sequence.key for sequence in world.scheduler.waiting}
+    world.set_slo("ttft=60s,tpot=60ms")
+    assert not world.scheduler.waiting.relegated_tokens
+    world.run()
+
+
 def mixed(
     admission: AdmissionPolicy | bool, weights: tuple[float, float] = (1, 1), rate: float = 60
 ) -> dict[str, list[RequestRecord]]:

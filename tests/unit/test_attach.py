@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from autotune.control.attach import attach
 from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.decision_log import Decision, describe, read_decisions
+from autotune.control.loop import Control
 from autotune.cost.model import fit_cost_model
-from runtime.errors import AutotuneError, InputError, LeaseError
+from runtime.batching.batcher import Batcher
+from runtime.errors import AutotuneError, EngineClosedError, InputError, LeaseError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
 from runtime.records import RequestRecord, StepRecord, percentile
 from runtime.slo import SLO
-from runtime.tunable import Capabilities, Effect, SchedulerView
+from runtime.tunable import Capabilities, Effect, Listener, SchedulerView
 from tests.building import request_record
 from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
@@ -126,6 +129,56 @@ def test_observing_sets_nothing_but_says_what_it_would() -> None:
         assert would and "(would set)" in describe(would[0])[0]
 
 
+def test_observing_leaves_the_engine_its_slo() -> None:
+    """It is judged by its own, until somebody sets the engine's to another."""
+    engine = SimulatedEngine(h200)
+    engine.set_slo("ttft=9s")
+    for others, slo in (({"default": SLO(ttft_ms=9000)}, "ttft=100ms"), ({}, "ttft=200ms")):
+        engine._put_slo("default", others.get("default"))
+        with control(engine, slo=slo, observe_only=True) as attached:
+            assert engine.slos == others and attached.slo == SLO.parse(slo)
+            for late in (0.05, 1.0):
+                attached.on_request(request_record((late,)))
+            assert (attached.status().attainment.met, str(attached.status().slo)) == (1, f"{slo}@99%")
+            assert attached.decisions[0].evidence["slos"] == {"default": f"{slo}@99%"}
+            engine.play(LOAD)
+            assert attached.slo == SLO.parse(slo) and not any(d.action == "note" for d in attached.decisions)
+            engine.set_slo("ttft=3s")
+            attached.on_request(request_record((2.0,)))
+            assert attached.status().attainment.met >= 2, "the engine's counts at once"
+            engine.play([(engine.now + t, p, o) for t, p, o in LOAD[:9]])
+            assert attached.slo == SLO(ttft_ms=3000)
+            attached.kill()
+            assert engine.slos == {"default": SLO(ttft_ms=3000)}
+
+
+@pytest.mark.parametrize("former", [None, SLO(ttft_ms=9000)])
+@pytest.mark.parametrize("end", ["kill", "fail", "fault", "close"])
+def test_the_slo_from_before_comes_back_with_the_knobs(former: SLO | None, end: str) -> None:
+    engine = SimulatedEngine(h200)
+    engine._put_slo("default", former)
+    attached = control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512), "step" if end == "fail" else ""))
+    assert engine.slos == engine.core.slack.slos == {"default": SLO_}
+    engine.play(LOAD[:9])
+    if end == "fault":
+        attached.on_fault(ValueError("of the steering"), "it failed")
+    elif end != "fail":
+        getattr(attached, end)()
+    assert attached.status().ended
+    before = {} if former is None else {"default": former}
+    stays = end == "close"
+    assert (engine.slos, engine.knobs) == (({"default": SLO_}, Knobs(16, 0, 512, 512)) if stays else (before, VLLM))
+    assert engine.core.slack.slos == engine.slos
+
+
+def test_an_slo_that_somebody_else_has_set_stays() -> None:
+    engine = SimulatedEngine(h200)
+    attached = control(engine, slo=SLO_)
+    engine.set_slo("ttft=3s")
+    attached.kill()
+    assert engine.slos == {"default": SLO(ttft_ms=3000)}
+
+
 def test_operator_bounds_and_pins_hold_from_the_start() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO_, bounds={"max_batch_size": (16, 48)}, pinned={"chunk_size": 256}) as attached:
@@ -171,6 +224,38 @@ def test_pause_set_and_resume() -> None:
         assert engine.knobs == Knobs(16, 0, 512, 512)
     with pytest.raises(AutotuneError, match="detached"):
         attached.pause()
+
+
+def test_what_is_not_set_by_hand_holds_without_budgets_as_in_a_pause() -> None:
+    def steered(do: Callable[[Control], object]) -> tuple[Knobs, list[Decision]]:
+        engine = SimulatedEngine(slow_cpu, knobs=Knobs(256, 0, 2048, 2048), seed=1)
+        with control(engine, slo="ttft=2s,tpot=30ms") as attached:
+            engine.play(poisson(6, 30, 300, 60, seed=3))
+            total = attached.since(0)[1]
+            do(attached)
+            return engine.knobs, attached.since(total)[0]
+
+    paused, _ = steered(Control.pause)
+    knobs, (last, by_hand) = steered(lambda attached: attached.set(max_wait_ms=3))
+    assert knobs == paused.with_(max_wait_ms=3)
+    assert (last.action, by_hand.action) == ("set", "pause") and "no per-step budgets from here on" in last.cause
+    assert by_hand.changes == [("max_wait_ms", 0, 3)]
+
+
+def test_knobs_cannot_be_set_by_hand_above_the_limits_nor_for_a_controller_that_fails() -> None:
+    class Last(Fixed):
+        def budgets_apply(self, applied: bool) -> None:
+            self.breaks = "" if applied else "decide"
+
+    engine = SimulatedEngine(h200, limits=KnobLimits(1024, 1000, 8192, 8192))
+    attached = control(engine, slo=SLO_, controller=Last(Knobs(16, 0, 512, 512)))
+    engine.play(LOAD[:9])
+    with pytest.raises(ValueError, match="max_batch_size is 2000; it must be"):
+        attached.set(max_batch_size=2000)
+    assert not attached.status().paused and engine.knobs == Knobs(16, 0, 512, 512)
+    with pytest.raises(AutotuneError, match="the controller has been detached"):
+        attached.set(max_batch_size=20)
+    assert attached.failed and engine.knobs == VLLM
 
 
 def test_while_it_is_paused_admission_goes_by_what_is_measured() -> None:
@@ -251,6 +336,25 @@ def test_knobs_lowered_while_memory_is_short_come_back(by_hand: bool) -> None:
     attached.close()
 
 
+def test_knobs_lowered_before_it_came_come_back_too() -> None:
+    """It goes by the knobs that were asked for, as memory may last for them again."""
+    engine = SimulatedEngine(h200)
+    settings = engine.core.settings
+    settings.limit(replace(engine.limits, max_batch_size=100))
+    attached = control(engine, slo=SLO_)
+    assert engine.knobs.max_batch_size == 100 and attached.controller.start == VLLM  # type: ignore[attr-defined]
+    attached.set(token_budget=512)
+    attached.kill()
+    settings.limit(engine.limits)
+    assert engine.knobs == VLLM
+    settings.limit(replace(engine.limits, max_batch_size=100))
+    start = Knobs(200, 0, 512, 512)
+    with attach(engine, slo=SLO_, start=start, pinned={"token_budget": 256}) as attached:
+        assert engine.knobs == Knobs(100, 0, 256, 512) and attached.controller.start == start  # type: ignore[attr-defined]
+        settings.limit(engine.limits)
+        assert engine.knobs == Knobs(200, 0, 256, 512)
+
+
 def test_kill_switch_puts_the_old_knobs_back() -> None:
     engine = SimulatedEngine(h200)
     attached = control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512)))
@@ -317,6 +421,64 @@ class Stingy(Fixed):
 
     def budget(self, view: SchedulerView) -> int:
         return self.granted  # type: ignore[return-value]  # on purpose
+
+
+class Hasty(SimulatedEngine):
+    """Makes steps as soon as somebody listens."""
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        end = super().subscribe(listener)
+        self.offer_now((self.now, 10, 3))
+        self.run()
+        return end
+
+
+def test_a_controller_that_breaks_while_it_is_attached_leaves_nothing() -> None:
+    engine = Hasty(h200)
+    attached = attach(
+        engine, slo=SLO_, controller=Fixed(VLLM, "step"), admission=True, start=Knobs(8, 0, 64, 64)
+    )  # fmt: skip
+    assert [d.action for d in attached.decisions] == ["attach", "set", "kill", "detach"]
+    assert attached.failed and attached.status().ended
+    assert engine.knobs == VLLM and not engine.slos and engine.admission is None
+    assert engine.core.settings.policy is None and not engine.listeners
+    engine.acquire("another").release()
+
+
+class Half(SimulatedEngine):
+    """Is closed before its admission policy can be set."""
+
+    def set_admission(self, policy: Any, **given: Any) -> None:
+        if policy is not None:
+            raise EngineClosedError("the engine is closed")
+        super().set_admission(policy, **given)
+
+
+def test_an_engine_that_fails_while_a_controller_is_attached_has_nothing_of_it() -> None:
+    engine, controller = Half(h200), Fixed(Knobs(16, 0, 512, 512))
+    with pytest.raises(EngineClosedError):
+        control(engine, slo=SLO_, controller=controller, admission=True)
+    assert not engine.slos and engine.core.settings.policy is None and not engine.listeners
+    with control(engine, slo=SLO_, controller=controller) as attached:
+        assert not attached.status().ended
+
+
+def test_a_controller_has_one_engine_at_a_time() -> None:
+    one, other = SimulatedEngine(h200), SimulatedEngine(slow_cpu)
+    controller = PredictiveController(SLO_, VLLM)
+    with control(one, slo=SLO_, controller=controller) as attached:
+        with pytest.raises(
+            ValueError, match=r"controller is <.*PredictiveController.*>, which another engine has; make one"
+        ):
+            control(other, slo=SLO_, controller=controller)
+        assert not other.slos and not attached.status().ended
+        with control(other, slo=SLO_):  # the lease was not taken
+            one.play(LOAD)
+    with control(other, slo=SLO_, controller=controller) as attached:
+        assert len(other.play(poisson(1, 5, 100, 20, seed=1))) > 1 and not attached.status().ended
+        other.close()
+        with control(SimulatedEngine(h200), slo=SLO_, controller=controller):
+            pass
 
 
 def test_a_budget_that_is_no_number_is_a_controller_that_breaks() -> None:
@@ -392,15 +554,12 @@ def test_an_slo_changed_on_the_engine_is_the_controllers_from_then_on() -> None:
 class Posted(SimulatedEngine):
     """Takes an admission policy at the next look at it, as an engine with a step in progress does."""
 
-    posted: list[AdmissionPolicy | bool | None]
-
-    def set_admission(self, policy: AdmissionPolicy | bool | None, **given: Any) -> None:
-        self.__dict__.setdefault("posted", []).append(policy)
-        self._given = given
+    def _post(self, change: Callable[[], None]) -> None:
+        self.__dict__.setdefault("posted", []).append(change)
 
     def view(self) -> Any:
-        for policy in self.__dict__.pop("posted", []):
-            super().set_admission(policy, **self._given)
+        for change in self.__dict__.pop("posted", []):
+            change()
         return super().view()
 
 
@@ -429,6 +588,18 @@ def test_admission_is_on_while_it_is_attached() -> None:
     assert engine.admission == AdmissionPolicy(queue_timeout=3.0)
     with pytest.raises(ValueError, match="admission is 1; it must be True, False or an AdmissionPolicy"):
         control(engine, slo=SLO_, admission=1)
+
+
+@pytest.mark.parametrize("own", [None, AdmissionPolicy(queue_timeout=3.0)])
+def test_admission_that_is_false_is_off_while_it_is_attached(own: AdmissionPolicy | None) -> None:
+    engine = SimulatedEngine(h200)
+    engine.set_admission(own)
+    with control(engine, slo=SLO_, admission=False) as attached:
+        assert engine.admission is None
+        assert all(r.completed for r in engine.play(LOAD[:9])) and not attached.status().ended
+    assert engine.admission == own
+    with Batcher(list, slo="e2e=1s") as batcher, control(batcher, admission=False):
+        assert list(batcher.map([1, 2])) == [1, 2]
 
 
 def test_admission_hears_what_a_controller_says_of_prefill() -> None:

@@ -17,6 +17,7 @@ from runtime.batching.groupings import (
 )
 from runtime.batching.item import ENDED, RUNNING, WAITING, Item
 from runtime.batching.strategies import Adaptive, Dynamic
+from runtime.ordering import FairShare as FairShareOrdering
 from tests.tiers import slow_but_for
 from tests.unit.batching_world import SLO_400, core_of, poisson, run
 
@@ -171,6 +172,35 @@ def test_weights_share_in_proportion_and_idle_time_is_not_saved_up() -> None:
     assert newcomer in take(grouping, 4)  # at once, but
     put(grouping, *[Item(None, 100.0, 1, tenant="c") for _ in range(30)])
     assert sum(item.tenant == "c" for item in take(grouping, 12)) <= 6  # not with what it did not use before
+
+
+def test_who_was_served_once_does_not_wait_for_ever_new_tenants() -> None:
+    grouping = FairShare()
+    put(grouping, Item(None, 0.0, 10, tenant="a"))
+    take(grouping, 1)
+    again = Item(None, 0.0, 10, tenant="a")
+    put(grouping, again)
+    for served in range(3000):
+        put(grouping, Item(None, 1.0, 10, tenant=f"newcomer {served}"))
+        if take(grouping, 1) == [again]:
+            break
+    assert served <= 4
+    for number in range(3000):
+        put(grouping, Item(None, 1.0, 10, tenant=f"newcomer {number}"))
+        take(grouping, 1)
+    assert len(grouping._shares.starts) <= 1025
+
+
+def test_by_the_fair_ordering_what_ends_while_it_waits_is_not_charged() -> None:
+    grouping = grouping_of(FairShareOrdering())
+    gone = [Item(None, 0.0, 10, tenant="a") for _ in range(10)]
+    put(grouping, *gone)
+    for item in gone:
+        item.state = ENDED
+        grouping.removed(item)
+    first, other = Item(None, 1.0, 10, tenant="a"), Item(None, 2.0, 10, tenant="b")
+    put(grouping, first, other)
+    assert take(grouping, 1) == [first]
 
 
 def test_buckets_keep_similar_lengths_together_and_the_oldest_goes_first() -> None:

@@ -40,6 +40,31 @@ def test_the_time_of_a_call_is_learned(shared: bool) -> None:
         assert model.predict(10, 300, 2) == pytest.approx(0.06 * 2.2, rel=0.03)
 
 
+@pytest.mark.parametrize("first", [5e-5, 1e-3, 0.02])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_first_call_far_too_short_is_forgotten(first: float, shared: bool) -> None:
+    rng = random.Random(1)
+    model = ServiceModel(shared=shared)
+    for seconds in (0.02, first):
+        model.observe(call_of(1, 1, seconds))
+    for number in range(100):
+        n = 1 if number < 2 else rng.randint(1, 32)
+        model.observe(call_of(n, n, (0.02 + 0.001 * n) * rng.gauss(1, 0.03)))
+        if number in (30, 99):
+            assert model.predict(16, 16) == pytest.approx(0.036, rel=0.05)
+    assert model.margin < 1.15
+    assert model.alone == model.samples == 100 + (first == 0.02), "of what was forgotten nothing is counted"
+
+
+@pytest.mark.parametrize("before", [2, 5, 12])
+def test_one_call_far_too_long_makes_nothing_forgotten(before: int) -> None:
+    model = ServiceModel()
+    for number in range(1 + before):  # the first of all is passed over
+        model.observe(call_of(1 + number % 4, 1 + number % 4, 0.02 + 0.001 * (1 + number % 4)))
+    model.observe(call_of(1, 1, 1.0))
+    assert model.samples == before + 1
+
+
 def test_calls_that_say_nothing_of_the_time_teach_nothing() -> None:
     model = ServiceModel()
     failed, stretched, endless = call_of(1, 1, 1.0), call_of(1, 1, 1.0), call_of(1, 1, inf)

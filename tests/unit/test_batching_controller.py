@@ -15,9 +15,10 @@ from runtime import Batcher, batch
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies import Adaptive, Dynamic, Strategy
 from runtime.knobs import Knobs
+from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO
 from tests.contract.contract_of_controllers import explained
-from tests.unit.batching_control_world import ControlledBatcher
+from tests.unit.batching_control_world import BATCHER_LIMITS, ControlledBatcher
 from tests.unit.batching_world import CAPACITY, SLO_400, knobs, latency, poisson, share
 from tests.waiting import until
 
@@ -106,6 +107,42 @@ def test_calls_that_follow_no_model_are_not_trusted() -> None:
     regimes = {decision.regime for decision in batcher.control.decisions}
     assert "fallback" in regimes and batcher.knobs.max_batch_size <= 16
     explained(batcher.control)
+
+
+def step_of(n: int, seconds: float, start: float = 0.0) -> StepRecord:
+    return StepRecord(
+        start, start + seconds, 1, 0, 0, n, n, 0, 0, n, 0, 0, 0, 0, 0, 0, 0, LimitedBy.DEMAND
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [5e-5, 1e-3, 0.02])
+def test_a_first_call_far_too_short_is_forgotten(first: float) -> None:
+    dice = random.Random(1)
+    made = BatchingController(SLO_400, knobs(size=64, wait_ms=0))
+    for seconds in (0.02, first):
+        made.observe_step(step_of(1, seconds))
+    for number in range(100):
+        n = 1 if number < 2 else dice.randint(1, 32)
+        made.observe_step(step_of(n, (0.02 + 0.001 * n) * dice.gauss(1, 0.03)))
+        if number == 3:
+            assert made.decide(0.0, made.start, BATCHER_LIMITS).regime == "learning", "of four calls"
+        if number in (30, 99):
+            assert made.predict(16, 16) == pytest.approx(0.036, rel=0.05)
+
+
+def test_a_model_of_which_a_coefficient_would_be_negative_is_judged_by_what_it_predicts() -> None:
+    """Times that fall with the size: no price can say that."""
+    dice = random.Random(1)
+    made = BatchingController(SLO_400, knobs(size=64, wait_ms=0))
+    errors = []
+    for _ in range(600):
+        n = dice.randint(1, 32)
+        seconds = (0.08 - 0.0024 * n) * dice.gauss(1, 0.02)
+        errors.append(abs(1 - made.predict(n, n) / seconds))
+        made.observe_step(step_of(n, seconds))
+    said = made.decide(0.0, made.start, BATCHER_LIMITS)
+    assert sum(errors[-200:]) / 200 > 0.4
+    assert said.regime == "fallback" and said.evidence["model_error"] > 0.25
 
 
 def test_a_target_that_one_item_misses_is_said() -> None:

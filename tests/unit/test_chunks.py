@@ -90,7 +90,7 @@ def play(*, cutting: bool) -> tuple[float, float]:
 
 def test_long_prompts_that_have_time_make_less_chat_late(monkeypatch: pytest.MonkeyPatch) -> None:
     chat, long = play(cutting=True)
-    assert (chat, long) == (pytest.approx(0.93, abs=0.03), 1)
+    assert (chat, long) == (pytest.approx(0.9, abs=0.05), 1)
     monkeypatch.setattr(Chunks, "size", lambda self, firsts, seconds, capacity, demand, most: most)
     late, long = play(cutting=False)
     assert late < chat - 0.2 and long == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,33 @@ def test_a_log_whose_engine_is_closed_gives_its_file_up(tmp_path: Path) -> None:
     with paced() as engine, control(engine, slo="ttft=1s", log=path):
         pass
     assert [d.action for d in read_decisions(path)].count("attach") == 2
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_log_does_not_keep_an_engine_that_nobody_has(tmp_path: Path, closed: bool) -> None:
+    path, engine = tmp_path / "run.jsonl", SimulatedEngine(h200)
+    control(engine, slo="ttft=1s", log=path)
+    if closed:
+        engine.close()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    DecisionLog(path).join()  # it gave its file up
+    assert [d.action for d in read_decisions(path)] == ["attach"]
+
+
+def test_a_log_that_has_ended_is_kept_by_nobody(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "run.jsonl")
+    log.close()
+    ended = weakref.ref(log)
+    del log
+
+    def freed() -> bool:
+        gc.collect()
+        return ended() is None
+
+    until(freed)
 
 
 def test_a_process_that_was_forked_meanwhile_holds_no_log(tmp_path: Path) -> None:

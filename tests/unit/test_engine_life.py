@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import os
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,92 @@ def test_ctrl_c_within_a_submit_costs_nobody_else_their_engine(monkeypatch: pyte
             b.engine.submit("a", request_id="mine", max_tokens=3)
         b.heard.request()
         assert len(b.engine.submit("b", request_id="other", max_tokens=3).result(timeout=30).token_ids) == 3
+
+
+class Signalled(dict[str, Any]):
+    """The engine's live requests. Looking among them calls ``handler`` once, as a signal does between two instructions:
+    ``submit`` looks and puts under its lock."""
+
+    def __init__(self, where: str, handler: Callable[[], object]) -> None:
+        super().__init__()
+        self.where, self.handler, self.found = where, handler, list[object]()
+
+    def _signal(self, where: str) -> None:
+        if where == self.where and not self.found:
+            self.found.append(None)
+            self.found[0] = self.handler()
+
+    def __contains__(self, key: object) -> bool:
+        self._signal("before")
+        return super().__contains__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._signal("behind")
+        super().__setitem__(key, value)
+
+
+@contextmanager
+def no_deadlock() -> Iterator[None]:
+    """The whole process ends, and says where it stands, unless the block does."""
+    faulthandler.dump_traceback_later(30, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_a_signal_handler_that_closes_within_a_submit_holds_up_nobody(
+    where: str, drain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``before``: the request stands behind the end in the inbox. ``behind``: it was accepted."""
+    with no_deadlock(), bench() as b:
+        live = Signalled(where, lambda: b.engine.close(drain=drain))
+        monkeypatch.setattr(b.engine._loop, "_live", live)
+        stream = b.engine.submit("a", max_tokens=3)
+        if where == "behind" and drain:
+            assert len(stream.result(timeout=30).token_ids) == 3
+        else:
+            with pytest.raises(RejectedError if where == "before" else RequestCancelledError, match="closed") as caught:
+                stream.result(timeout=30)
+            assert where == "behind" or caught.value.reason == "closed"  # type: ignore[attr-defined]
+        record = b.heard.request()
+        assert stream.record == record and record.reason is not FinishReason.ERROR
+        b.engine.close()
+        assert b.engine.error is None and not b.engine._loop._thread.is_alive() and not live
+
+
+def test_a_signal_handler_that_sets_knobs_or_submits_within_a_submit_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with no_deadlock(), bench() as b:
+
+        def handler() -> Stream:
+            b.engine.set_knobs(chunk_size=8)
+            return b.engine.submit("x", max_tokens=2)
+
+        live = Signalled("before", handler)
+        monkeypatch.setattr(b.engine._loop, "_live", live)
+        assert len(b.engine.submit("a", max_tokens=3).result(timeout=30).token_ids) == 3
+        [other] = live.found
+        assert isinstance(other, Stream) and len(other.result(timeout=30).token_ids) == 2
+        assert b.engine.knobs.chunk_size == 8 and b.engine._loop._on_the_way == 0
+
+
+@pytest.mark.parametrize("wait", [lambda engine, stream: engine.view(), lambda engine, stream: stream.result()])
+def test_a_signal_handler_within_a_submit_is_told_that_it_cannot_wait(
+    wait: Callable[[Engine, Stream], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_deadlock(), bench() as b:
+        (running,) = b.decoding(1)
+
+        def handler() -> None:
+            with pytest.raises(RuntimeError, match="a signal handler that interrupts a call of the engine"):
+                wait(b.engine, running)
+
+        monkeypatch.setattr(b.engine._loop, "_live", Signalled("before", handler))
+        stream = b.engine.submit("a", max_tokens=3)
+        b.executor.go()
+        assert len(stream.result(timeout=30).token_ids) == 3 and b.engine.view()
 
 
 FORKS = """

@@ -16,6 +16,7 @@ from runtime.records import LimitedBy, RequestRecord, StepRecord
 from runtime.request import Sequence
 from runtime.shared.listeners import CompletionInterval
 from tests.engines import bench
+from tests.fakes import ByteTokenizer, FakeModel
 from tests.threads import in_threads
 
 
@@ -127,6 +128,34 @@ def test_one_fault_does_not_lose_the_others() -> None:
         assert isinstance(empty, ValueError)
         with pytest.raises(ValueError, match="empty"):
             b.engine.generate(["a", ""], max_tokens=200)
+
+
+class Panics(ByteTokenizer):
+    """As one in Rust: what it raises is no ``Exception``."""
+
+    def encode(self, text: str) -> list[int]:
+        if text == "p":
+            raise Panic("encode")
+        return super().encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        if ord("c") in ids:
+            raise Panic("decode")
+        return super().decode(ids)
+
+
+class Panic(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_panic_of_a_tokenizer_does_not_lose_the_others(stop: tuple[str, ...]) -> None:
+    with bench(model=FakeModel(tokenizer=Panics())) as b:
+        prompts = ["b", "p", "x"]  # behind "b" comes a "c"
+        bad, none, good = b.engine.generate(prompts, max_tokens=2, stop=stop, return_exceptions=True)
+        assert isinstance(bad, Exception) and isinstance(bad.__cause__, Panic)
+        assert isinstance(none, ValueError) and "encode" in str(none) and isinstance(none.__cause__, Panic)
+        assert not isinstance(good, Exception) and good.text == "yz" and not b.engine.closed
 
 
 def test_the_first_fault_cancels_the_others() -> None:

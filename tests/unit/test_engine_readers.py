@@ -162,6 +162,33 @@ def test_an_event_loop_that_ends() -> None:
             task.get_coro().close()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_stream_goes_on_in_one_event_loop_though_another_was_closed_that_waited_for_it(behind: bool) -> None:
+    """``behind``: the reader in the other loop has a backlog, and does not wait when the next token comes."""
+    with bench() as b:
+        (stream,) = b.decoding(1, max_tokens=20)
+        gone = asyncio.new_event_loop()
+        task = gone.create_task(stream.aresult())
+        gone.run_until_complete(asyncio.sleep(0))  # it waits now
+        gone.close()
+
+        async def read() -> int:
+            reader, found = stream.__aiter__(), 0
+            if behind:
+                await anext(reader)  # one that has come
+                b.step()
+                found = 1
+            b.executor.go()
+            async for _ in reader:
+                await asyncio.sleep(0.001)
+                found += 1
+            return found
+
+        assert asyncio.run(read()) == 20
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        task.get_coro().close()  # type: ignore[union-attr]
+
+
 def test_an_event_loop_that_ends_while_nobody_waits_leaves_the_request_to_who_holds_it() -> None:
     with bench() as b:
         stream = b.decoding(1, max_tokens=20)[0]

@@ -12,7 +12,7 @@ from runtime.batching.item import WAITING, Item
 from runtime.knobs import Knobs
 from runtime.llm import waiting as waiting_module
 from runtime.llm.waiting import WaitingQueue, precedes, put_behind, rank
-from runtime.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, Queued, ordering_of
+from runtime.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, FairShare, Queued, ordering_of
 from runtime.request import Request, SamplingParams, Sequence
 
 
@@ -73,6 +73,177 @@ def test_a_tenant_saves_up_nothing_while_away() -> None:
         sequence.state = "prefill"
         taken.append(sequence.request.id)
     assert taken == ["new0", "busy3", "new1", "new2"] or taken == ["busy3", "new0", "new1", "new2"]
+
+
+def test_who_was_served_once_waits_for_so_much_work_of_newcomers_and_no_more() -> None:
+    """Two newcomers wait at any time, each with as much work as the request that waits: it is the third of three."""
+    queue = WaitingQueue(ordering_of("fair"))
+    queue.push(make("first", tenant="a"))
+    queue.pop().state = "prefill"
+    queue.push(make("second", tenant="a"))
+    for number in range(2):
+        queue.push(make(f"{number}", tenant=f"newcomer {number}"))
+    for served in range(100):
+        taken = queue.pop()
+        taken.state = "prefill"
+        if taken.request.id == "second":
+            break
+        queue.push(make(f"{served + 2}", tenant=f"newcomer {served + 2}"))
+    assert 2 <= served <= 6
+
+
+def test_tenants_that_always_wait_share_by_weight_though_newcomers_come() -> None:
+    dice, got, count = random.Random(1), dict.fromkeys("abc", 0), 0
+    queue = WaitingQueue(FairShare({"a": 2.0}))
+
+    def push(tenant: str) -> None:
+        queue.push(make("", prompt=dice.randrange(1, 400 if tenant == "a" else 20), tenant=tenant))
+
+    for tenant in "abc" * 10:
+        push(tenant)
+    for _ in range(6000):
+        if dice.random() < 0.3:
+            count += 1
+            push(f"newcomer {count}")
+        taken = queue.pop()
+        taken.state = "prefill"
+        tenant = taken.request.tenant
+        if tenant in got:
+            got[tenant] += taken.request.work
+            push(tenant)
+    assert got["a"] / 2 == pytest.approx(got["b"], rel=0.03) and got["b"] == pytest.approx(got["c"], rel=0.03)
+
+
+def test_weights_count_in_how_fast_newcomers_carry_virtual_time_on() -> None:
+    found = {}
+    for weight in (1.0, 6.0):
+        fair = FairShare({"a": weight})
+        for name in ("a", "b"):
+            fair.key(make("", tenant=name).request)
+        fair.took(make("", tenant="b").request, 0.0)
+        fair.took(make("", tenant="a").request, 0.0)
+        found[weight] = fair.key(make("", tenant="c").request)
+    assert found == {1.0: 8 / 2, 6.0: 8 / 7}
+
+
+def test_tenants_that_owe_nothing_are_forgotten_and_seldom_looked_for() -> None:
+    fair = FairShare()
+    shares, looked = fair._shares, 0
+    for number in range(100_000):
+        request = make("", tenant=f"user {number}").request
+        before = shares.starts
+        fair.took(request, fair.key(request))
+        looked += shares.starts is not before
+        assert len(shares.starts) <= 1025 and not shares._queued
+    assert looked <= 100
+    keys = [(request, fair.key(request)) for request in (make("", tenant=f"{n}").request for n in range(20_000))]
+    looked = 0
+    for request, key in keys:  # all of them are remembered until the last one goes
+        before = shares.starts
+        fair.took(request, key)
+        looked += shares.starts is not before
+    assert looked <= 2
+
+
+def test_what_ends_before_it_runs_is_not_charged() -> None:
+    queue = WaitingQueue(ordering_of("fair"))
+    gone = [make(f"gone{i}", tenant="a") for i in range(10)]
+    for sequence in gone:
+        queue.push(sequence)
+    for sequence in gone:
+        sequence.state = "finished"
+        queue.removed(sequence)
+    again = make("again", tenant="a")
+    queue.push(again)
+    assert again.key == 0.0
+
+
+def test_what_virtual_time_has_passed_stays_charged() -> None:
+    """Work that the tenant could have had is not saved up."""
+    fair = FairShare()
+    queued = make("queued", tenant="a").request
+    fair.key(queued)
+    other = make("other", tenant="b", prompt=8).request
+    fair.took(other, fair.key(other))  # by its 12 virtual time will grow 6
+    fair.took(other, fair.key(other))
+    assert fair._shares.now == 12.0
+    fair.key(make("next", tenant="a").request)
+    fair.left(queued, 0.0)
+    assert fair.key(make("third", tenant="a").request) == 12.0 + 8
+
+
+class Told:
+    """First come, first served; keeps what it is told."""
+
+    def __init__(self, key: float = 0.0) -> None:
+        self.first, self.heard = key, list[tuple[str, str, float]]()
+
+    def key(self, queued: Queued) -> float:
+        return self.first + queued.arrival
+
+    def took(self, queued: Queued, key: float) -> None:
+        self.heard.append(("took", queued.tenant, key))
+
+    def left(self, queued: Queued, key: float) -> None:
+        self.heard.append(("left", queued.tenant, key))
+
+
+def test_an_ordering_is_told_once_of_each_that_leaves_the_queue() -> None:
+    told = Told()
+    queue = WaitingQueue(told)
+    a, b, c, d = (make(name, at, tenant=name) for at, name in enumerate("abcd"))
+    for sequence in (a, b, c, d):
+        queue.push(sequence)
+    queue.pop().state = "prefill"
+    queue.take(c)  # though it was not the first
+    c.state = "prefill"
+    queue.relegate(b)
+    b.state = "finished"
+    queue.removed(b)
+    a.preemptions = c.preemptions = 1
+    for sequence in (a, c):
+        sequence.state = "waiting"
+        queue.push(sequence)
+    queue.take(a)
+    a.state = c.state = "finished"
+    queue.removed(c)
+    assert told.heard == [("took", "a", 0.0), ("took", "c", 2.0), ("left", "b", 1.0)]
+    queue.check_integrity()
+
+
+def test_the_own_ordering_hears_of_those_that_leave_while_another_holds() -> None:
+    own, other = Told(), Told(100.0)
+    queue = WaitingQueue(own)
+    a, b, c, d = (make(name, at, tenant=name) for at, name in enumerate("abcd"))
+    queue.push(a)
+    queue.push(b)
+    queue.reorder(other)
+    queue.push(c)
+    queue.push(d)
+    for sequence in (a, c):
+        queue.take(sequence)
+        sequence.state = "prefill"
+    b.state = "finished"
+    queue.removed(b)
+    assert own.heard == [("took", "a", 0.0), ("left", "b", 1.0)]
+    assert other.heard == [("took", "a", 100.0), ("took", "c", 102.0), ("left", "b", 101.0)]
+    queue.reorder(own)
+    queue.key_anew([a, c], other)
+    assert own.heard[2:] == [("took", "c", 2.0)], "it has begun, and is given a key only now"
+    queue.pop()
+    assert own.heard[3:] == [("took", "d", 3.0)]
+
+
+def test_an_ordering_that_raises_when_a_request_leaves_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Raises(Told):
+        def left(self, queued: Queued, key: float) -> None:
+            raise LookupError("never heard of it")
+
+    queue, sequence = WaitingQueue(Raises()), make("a")
+    queue.push(sequence)
+    sequence.state = "finished"
+    queue.removed(sequence)
+    assert "the ordering raised when request a left" in caplog.text and not queue.count
 
 
 def test_the_preempted_go_first() -> None:
@@ -222,7 +393,7 @@ def test_an_ordering_hears_the_key_that_it_gave() -> None:
         expected.state = "prefill"
     late = make("late", 7.0, tenant="z")
     queue.push(late)
-    assert late.key == 0.0
+    assert late.key == 4.0, "a half of what was taken first, when both waited"
 
 
 def test_many_relegated_leave_no_more_than_twice_as_many_entries() -> None:

@@ -250,6 +250,34 @@ def test_a_tokenizer_that_raises_is_one_requests_fault() -> None:
     assert not output.failures
 
 
+class Panic(BaseException):
+    """As pyo3's ``PanicException``, which is no ``Exception``."""
+
+
+def raising(error: BaseException) -> Decode:
+    def decode(ids: list[int]) -> str:
+        if 13 in ids:
+            raise error
+        return decode_bytes(ids)
+
+    return decode
+
+
+@pytest.mark.parametrize("error", [Panic(), SystemExit(3)])
+def test_a_tokenizer_that_raises_what_is_no_exception_is_one_requests_fault_too(error: BaseException) -> None:
+    bad, good = sequence(stop=("x",)), sequence(stop=("x",))
+    output = OutputProcessor([EOS], raising(error))
+    stopped = output.process(StepResult((1.0,), [Token(bad, 13), Token(good, ord("x"))]))
+    assert stopped == [(bad, FinishReason.ERROR), (good, FinishReason.STOP)] and output.failures == {bad: error}
+
+
+def test_an_interrupt_within_a_tokenizer_is_for_whoever_waits() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        OutputProcessor([EOS], raising(KeyboardInterrupt())).process(
+            StepResult((1.0,), [Token(sequence(stop=("x",)), 13)])
+        )
+
+
 def test_one_token_vocabulary_of_every_stop_pair() -> None:
     """Two stop strings where one is inside the other: the text ends at the one that begins first."""
     for first, second in product(("b", "abc"), repeat=2):

@@ -348,6 +348,47 @@ def test_a_replay_that_raises_is_not_built_upon() -> None:
     rows.check()
 
 
+def test_rows_that_could_not_be_arranged_are_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(lag=False)
+    for prompt in (5, 9):
+        rows.join(prompt)
+    rows.run(here=False)
+    rows.leave(0)
+    rows.join(4)
+    rows.join(3)
+    plan = StepPlan(rows.step, 3, 0, (), rows.decodes, rows.decodes.version, 1, 9.0, 0, 64, LimitedBy.DEMAND, 0)
+    whole, newest = rows.model.seed_of, list(rows.decodes.members)[-1]
+    with monkeypatch.context() as patched:
+
+        def seed_of(sequence: Sequence) -> int:
+            if sequence is newest:
+                raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no text")
+            return whole(sequence)
+
+        patched.setattr(rows.model, "seed_of", seed_of)
+        for _ in range(2):
+            with pytest.raises(UnicodeEncodeError):
+                rows.decode.fits(plan)
+    for _ in range(3):
+        rows.run(here=False)
+        rows.check()
+
+
+def test_what_was_forgotten_is_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(lag=False)
+    rows.join(5)
+    rows.run(here=False)
+    looked: list[StepPlan] = []
+    decode_rows = StepPlan.decode_rows
+    monkeypatch.setattr(StepPlan, "decode_rows", lambda plan: [looked.append(plan), decode_rows(plan)][1])
+    rows.run(here=False)
+    assert not looked
+    rows.resident.forget()
+    rows.run(here=False)
+    assert len(looked) == 1
+    rows.check()
+
+
 class Idle:
     """Graphs whose replays do nothing."""
 

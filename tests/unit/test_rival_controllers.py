@@ -40,10 +40,10 @@ def ended(prompt: int, output: int) -> RequestRecord:
     )  # fmt: skip
 
 
-def decide(made: Controller, *steps: StepRecord, limits: KnobLimits = LIMITS) -> Proposal:
+def decide(made: Controller, *steps: StepRecord, limits: KnobLimits = LIMITS, knobs: Knobs = START) -> Proposal:
     for one in steps:
         made.observe_step(one)
-    return made.decide(0.0, START, limits)
+    return made.decide(0.0, knobs, limits)
 
 
 def view(budget: int, decoding: int) -> SchedulerView:
@@ -78,10 +78,26 @@ def test_aimd_stops_at_its_floor_and_at_the_ceiling() -> None:
     assert made.limit == 64
     decide(made, step(100, decodes=90))
     assert made.limit == 90, "decodes are not held back"
+    knobs = START
     for _ in range(200):
-        decide(made, step(1))
+        knobs = decide(made, step(1), knobs=knobs).knobs
     assert made.limit == 8192
     assert decide(AimdController(SLO(ttft_ms=100), START)).knobs.token_budget == 8192, "nothing bounds a step"
+
+
+def test_aimd_holds_a_limit_that_the_knob_does_not_follow() -> None:
+    """Bounds hold it at 2,000 tokens: the very next decreases count."""
+    made, free = AimdController(TARGET, START), AimdController(TARGET, START)
+    bounded = [decide(made, step(1)) for _ in range(50)]
+    assert bounded[-1].regime == "hold" and "does not follow" in bounded[-1].cause
+    assert 1.1 * 2000 < made.limit < 1.1 * 2000 + 512 + 64, "what the dead band and a tile leave open"
+    for _ in range(4):
+        lowered = decide(made, step(100))
+    assert lowered.knobs.token_budget < 2000
+    knobs = START
+    for _ in range(50):
+        knobs = decide(free, step(1), knobs=knobs).knobs
+    assert free.limit == 2000 + 50 * 64, "nothing holds this one"
 
 
 # -- Gradient2 -----------------------------------------------------------------------------------------------------------

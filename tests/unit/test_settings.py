@@ -21,6 +21,7 @@ def test_knobs_follow_lower_ceilings_and_come_back_with_them() -> None:
     settings = Settings(Knobs(max_batch_size=32, token_budget=1024), LIMITS)
     settings.limit(KnobLimits(max_batch_size=8, token_budget=4096))
     assert settings.current == (1, Knobs(max_batch_size=8, token_budget=1024))
+    assert settings.wanted == Knobs(max_batch_size=32, token_budget=1024)
     assert settings.set_knobs(Knobs(max_batch_size=16, token_budget=1024)) == 1, "8 is in force, as before"
     settings.limit(LIMITS)
     assert settings.current == (2, Knobs(max_batch_size=16, token_budget=1024)), "what was last set, not what was first"

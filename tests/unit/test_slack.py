@@ -76,6 +76,24 @@ def test_a_gap_counts_from_the_latest_step_whether_or_not_others_decoded_in_it()
     assert world.core.view(world.now).token_deadlines == ((0.03, pytest.approx(0.03)),), "not from a minute ago"
 
 
+def test_nothing_is_kept_of_a_target_that_nobody_has_any_more() -> None:
+    world = World(kv_blocks=100)
+    slack = world.scheduler.slack
+    world.core.settings.policy = Whole()
+    for number in range(20):
+        slack.slos["default"] = SLO(tpot_ms=500 + number)
+        world.add([1] * 4, 3)
+        world.step()
+        assert slack.step_time_target < inf
+        world.drain()
+    assert not slack._tpot
+    world.add([1] * 4, 30)
+    world.step()
+    world.now += 60  # it is late for good
+    assert slack.token_deadlines(world.now, world.scheduler.decodes.step, world.now) == () and not slack._tpot
+    world.drain()
+
+
 def test_only_who_asks_in_every_step_has_them_followed() -> None:
     world = World(kv_blocks=100)
     world.scheduler.slack.slos.update(SLOS)

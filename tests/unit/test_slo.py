@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
@@ -147,6 +148,12 @@ def test_each_metric_against_its_own_target(text: str, missed: tuple[str, ...]) 
 
 def test_a_target_met_exactly_is_met() -> None:
     assert SLO(ttft_ms=500, e2e_ms=1000, tpot_ms=250).met(request_record([0.5, 0.75, 1.0]))
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_time_that_is_no_number_is_a_miss(name: str) -> None:
+    record = request_record([0.1, math.nan, math.nan], arrival=math.nan, finished=math.nan)
+    assert SLO.parse(f"{name}=1s").violated(record) == (name,)
 
 
 def test_one_output_token_cannot_violate_tpot_or_itl() -> None:

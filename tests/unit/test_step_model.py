@@ -86,6 +86,22 @@ def test_covariance_stays_bounded_and_coefficients_non_negative() -> None:
     assert rls.predict([1.0, 0.5, 0.25]) == pytest.approx(2.375, abs=0.05)
 
 
+def test_a_result_of_next_to_nothing_weighs_no_more_than_others() -> None:
+    dice = random.Random(2)
+    disturbed, other = RecursiveLeastSquares(3), RecursiveLeastSquares(3)
+    for number in range(1200):
+        x = [1.0, dice.random(), dice.random()]
+        factor = 1.0 if number < 600 else 1.3
+        y = factor * (1.0 + 0.5 * x[1] + 0.2 * x[2]) * dice.gauss(1, 0.02)
+        for rls in (disturbed, other):
+            rls.update(x, y)
+        if number == 500:
+            disturbed.update(x, 1e-3 * y)
+        if number in (520, 700, 1199):
+            still = [1.0, 0.5, 0.5]
+            assert disturbed.predict(still) == pytest.approx(other.predict(still), rel=0.02)
+
+
 def test_three_inputs_are_taken_in_as_any_number_of_them_is() -> None:
     class General(RecursiveLeastSquares):
         def _absorb_three(self, x: float, y: float, z: float) -> tuple[list[float], float]:

@@ -160,6 +160,17 @@ class TestDemand:
             demand.step(step(k * 0.1, (k + 1) * 0.1, 0, 0))
         assert demand.per_second < 500
 
+    @pytest.mark.parametrize("gap", [0.0, 10.0, 30.0, 59.0])
+    def test_a_pause_counts_for_no_longer_than_the_memory(self, gap: float) -> None:
+        demand, now = Demand(5.0), 0.0
+        for began in (0.0, 40.0 + gap):
+            for k in range(800):  # 10 000 tokens a second
+                now = began + k * 0.05
+                demand.step(step(now, now + 0.05, 500, 0))
+                if now == began + 10 and began:
+                    assert demand.per_second > 8_500
+        assert demand.per_second == pytest.approx(10_000, rel=0.02)
+
     def test_silence_and_time_that_jumps_back_are_borne(self) -> None:
         demand = Demand()
         demand.step(step(0, 0.1, 1000, 0))

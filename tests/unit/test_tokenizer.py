@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from runtime.errors import InputError
@@ -87,6 +88,40 @@ def test_no_chat_template_and_a_template_that_raises() -> None:
     plain.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match="roles must alternate"):
         plain.encode_chat([{"role": "user", "content": "hi"}])
+
+
+class Panic(BaseException):
+    """As pyo3's ``PanicException``, which is no ``Exception``."""
+
+
+@pytest.mark.parametrize("raised", [Panic("at the decoder"), KeyboardInterrupt(), SystemExit(3), KeyError(13)])
+def test_a_panic_is_raised_as_an_exception_and_nothing_else_is(
+    raised: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*args: object, **options: object) -> None:
+        raise raised
+
+    broken = byte_tokenizer(VOCAB)
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(broken.tokenizer, name, breaks)
+    for call in (lambda: broken.encode("a"), lambda: broken.decode([1])):
+        with pytest.raises(BaseException) as caught:
+            call()
+        if isinstance(raised, Panic):
+            assert isinstance(caught.value, RuntimeError) and "at the decoder" in str(caught.value)
+            assert caught.value.__cause__ is raised
+        else:
+            assert caught.value is raised
+    if isinstance(raised, Panic):
+        with pytest.raises(InputError, match="at the decoder"):
+            broken.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_panic_of_the_library_is_one(capfd: pytest.CaptureFixture[str]) -> None:
+    broken = byte_tokenizer(VOCAB)
+    broken.tokenizer.backend_tokenizer.decoder = decoders.Strip("B", 0, 5)  # breaks on text of nothing but that
+    with pytest.raises(RuntimeError, match="the tokenizer broke"):
+        broken.decode([ord("B")])
 
 
 def test_it_survives_a_save(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def test_releasing_hands_over_and_a_stale_lease_turns_nothing() -> None:
         holder.check(None)
     second.release()
     holder.check(None)
+    with pytest.raises(LeaseError, match=r"^the lease of second is not in force; acquire this engine again$"):
+        holder.check(second)
 
 
 def test_an_error_inside_still_releases() -> None:

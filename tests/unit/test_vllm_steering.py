@@ -240,6 +240,26 @@ def test_who_is_late_goes_behind_in_whichever_queue_it_waits(queue: str) -> None
     assert sum(len(getattr(world.scheduler, name)) for name in QUEUES) == 2
 
 
+def test_whoever_waits_goes_by_the_slo_of_now() -> None:
+    classes = {"default": SLO(ttft_ms=100), "urgent": SLO(ttft_ms=300)}
+    world = World(slos=classes)
+    steering = world.steering
+    steering.set_admission(AdmissionPolicy(late=None))
+    first, second = Theirs("first", 30), Theirs("second", 30)
+    second.sampling_params.extra_args = {"request_class": "urgent"}
+    sequences = world.add(first), world.add(second)
+    assert world.scheduler.waiting == [first, second]
+    expires = steering.next_expiry
+    steering.slack.slos["urgent"] = SLO(ttft_ms=50)
+    steering.retarget()
+    assert world.scheduler.waiting == [second, first], "vLLM's queue stands as ours does"
+    assert [one.data.priority for one in sequences] == [one.key for one in sequences]
+    assert steering.next_expiry == pytest.approx(expires + 0.01 - 0.05, abs=5e-3)
+    steering.slack.slos["default"] = steering.slack.slos["urgent"] = SLO(tpot_ms=50)
+    steering.retarget()
+    assert steering.next_expiry == float("inf")
+
+
 def test_who_comes_too_late_is_queued_behind_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks through vLLM's queue for it."""
     world = World(slos={"default": SLO(ttft_ms=100)})

@@ -7,7 +7,7 @@ the guardrails' dead band, both in whole tiles (:mod:`.tiles`). ``max_batch_size
 
 Units: tokens; seconds. It goes by step time, not by end-to-end latency: that holds queueing, and a smaller batch when the
 queue grows is a spiral. Regimes: ``decrease``, ``increase``, ``hold`` (in time, and nothing binds: a limit that does not bind
-says nothing), ``learning`` (no step yet), ``throughput`` (no target bounds a step).
+says nothing; or bounds hold the knob back), ``learning`` (no step yet), ``throughput`` (no target bounds a step).
 
 Failure mode: it finds a limit by missing the target, again and again; from a start far too high it takes some 20 decisions, and
 every decrease is one violated window. A mix of long and short prompts moves it all the time, for a step's time depends on more
@@ -33,6 +33,8 @@ from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import TILE, SchedulerView
 
+_DEAD_BAND = 0.1  # of the guardrails: the knob does not follow below that
+
 
 @register
 class AimdController:
@@ -53,6 +55,7 @@ class AimdController:
         self.limit = float(start.token_budget)
         self._target = step_target({"default": slo})
         self._window = StepWindow()
+        self._wanted = self._in_force = 0  # token_budget as of the last decision: proposed, and in force before it
 
     def set_slos(self, slos: Mapping[str, SLO]) -> None:
         self._target = step_target(slos)
@@ -82,6 +85,8 @@ class AimdController:
                 "decrease",
                 f"{took} (target {1e3 * target:g} ms): lowering the limit by {1 - self._back:.0%} to {self.limit:.0f} tokens",
             )
+        elif self._held_back(knobs.token_budget):
+            cause = f"{took} (target {1e3 * target:g} ms), and token_budget does not follow the limit: holding it"
         elif window.bound > 0 or 2 * window.tokens >= self.limit:
             self.limit += self._more
             regime, cause = (
@@ -95,7 +100,13 @@ class AimdController:
         budget = int(self.limit)
         wanted = self.start.with_(max_wait_ms=0.0, token_budget=budget, chunk_size=budget)
         wanted = in_whole_tiles(limits.clamp(wanted), knobs, limits, self._tile)
+        self._wanted, self._in_force = wanted.token_budget, knobs.token_budget
         return Proposal(wanted, regime, cause, {**evidence, "limit": round(self.limit, 1)})
+
+    def _held_back(self, in_force: int) -> bool:
+        """Whether the knob has not moved though more than the dead band above it was proposed: bounds, a pin or an operator hold
+        it. What the limit rises by meanwhile would have to be taken back before a decrease lowers anything."""
+        return in_force == self._in_force and self._wanted - in_force > _DEAD_BAND * in_force
 
     def budget(self, view: SchedulerView) -> int:
         return step_of_whole_tiles(max(int(self.limit), view.decoding, 1), view, self._tile)

@@ -45,6 +45,7 @@ _WARM_UP = 1  # calls left out: the first is for caches and lazy initialisation
 _READY = 8  # calls to judge by
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9  # a call that claims less or more counts as that: ratios of times stay finite
 _MEMORY = 0.02  # weight of the newest call in the shares of what binds
+_NEWEST = 0.05  # weight of the newest call in the error of predictions; of the first ones, their mean
 _BINDS = 0.05  # share of calls cut short from which on a ceiling binds
 _DISTRUST, _TRUST = 0.5, 0.25  # mean relative error that ends the trust in the model, and that restores it
 
@@ -62,8 +63,9 @@ class BatchingController:
         self._fixed_window = fixed_window
         self._targets = SLOTargets({"default": slo})
         self._fit = RecursiveLeastSquares(3)
-        self._units: tuple[float, float, float] | None = None  # seconds, items, cost of the first call
+        self._units = 0.0, 1.0, 1.0  # seconds, items, cost of the first call learned from
         self._margin = ErrorMargin()
+        self._error = 0.0  # running mean of the relative error of predictions made before each call was learned
         self._trusted = True
         self._calls = 0
         self._items = Recent(128)  # of a call
@@ -88,13 +90,15 @@ class BatchingController:
         knob = {LimitedBy.SLOTS: n >= self._ceilings[0], LimitedBy.BUDGET: c > self._ceilings[1] / 2}
         for bound, full in knob.items():  # not full: a deadline cut it short, or a size not felt out yet
             self._bound[bound] += _MEMORY * ((record.limited_by is bound and full) - self._bound[bound])
-        if self._units is None:
-            self._units = seconds, n, c
+        if self._fit.wants_unit(self._units[0], seconds, max(n / self._units[1], c / self._units[2])):
+            self._fit, self._units, self._margin = RecursiveLeastSquares(3), (seconds, n, c), ErrorMargin()
+            self._error = 0.0
         if (predicted := self.predict(n, c)) > 0:
             self._margin.add(seconds / predicted)
         unit, of_items, of_cost = self._units
         self._fit.update([1.0, n / of_items, c / of_cost], seconds / unit)
-        self._trusted = self._fit.spread < (_DISTRUST if self._trusted else _TRUST)
+        self._error += max(_NEWEST, 1 / self._fit.samples) * (min(abs(1 - predicted / seconds), 1.0) - self._error)
+        self._trusted = self._error < (_DISTRUST if self._trusted else _TRUST)
 
     def observe_request(self, record: RequestRecord) -> None:
         self._targets.saw(record.request_class)
@@ -104,15 +108,13 @@ class BatchingController:
 
     def predict(self, items: float, cost: float) -> float:
         """Seconds of a call; 0 before anything was learned."""
-        if self._units is None:
-            return 0.0
         unit, of_items, of_cost = self._units
         return unit * self._fit.predict([1.0, items / of_items, cost / of_cost])
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         del now  # nothing here depends on the time of day, only on what was seen
         self._ceilings = knobs.max_batch_size, knobs.token_budget
-        if self._calls < _READY or self._units is None:
+        if self._fit.samples < _READY - _WARM_UP:
             return self._propose(
                 "learning", knobs, "learning call times: holding the knobs until they can be predicted"
             )
@@ -120,7 +122,7 @@ class BatchingController:
             return self._propose(
                 "fallback",
                 limits.clamp(self.start),
-                f"call times are {self._fit.spread:.0%} off their predictions: holding the starting knobs",
+                f"call times are {self._error:.0%} off their predictions: holding the starting knobs",
             )
         if self._fixed_window:
             knobs = knobs.with_(max_wait_ms=0.0)
@@ -179,7 +181,7 @@ class BatchingController:
         self.regime = regime
         evidence: dict[str, Any] = {
             "calls": self._calls,
-            "model_error": round(self._fit.spread, 4),
+            "model_error": round(self._error, 4),
             "margin": round(self._margin.value, 4),
             "items": round(self._items.mean, 2),
             "cost": round(self._costs.mean, 2),

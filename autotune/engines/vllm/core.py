@@ -122,6 +122,10 @@ class VllmCore:
     ) -> None:
         self.steering.set_admission(policy, weights=weights, source=source)
 
+    def retarget(self) -> None:
+        """SLOs have changed: what waits goes by those of now."""
+        self.steering.retarget()
+
     def view(self, now: float) -> SchedulerView:
         return self.steering.view(now)
 

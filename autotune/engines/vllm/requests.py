@@ -346,6 +346,18 @@ class SteeredRequests:
             for sequence in self.waiting:
                 made.queued(sequence)
 
+    def retarget(self) -> None:
+        """SLOs have changed: what waits goes by those of now, where its deadlines differ."""
+        if not self.slack.deadlines_changed():
+            return
+        waiting = self.waiting
+        waiting.reorder(waiting.ordering, slos_changed=True)
+        waiting.key_anew(self.prefills, None)
+        self.slack.requeued((*waiting, *self.prefills))
+        self._requeue()
+        if self._admission is not None:
+            self._admission.retime(waiting)
+
     def _requeue(self) -> None:
         """Have vLLM's queue stand as ours does."""
         taken = []

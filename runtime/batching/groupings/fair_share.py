@@ -64,16 +64,17 @@ class FairShare:
 
     def took(self, items: Sequence[Item]) -> None:
         shares = self._shares
-        latest, lasts = shares.now, 0.0
+        latest, lasts, work = shares.now, 0.0, 0
         for item in items:
             start = self._start(item.tenant)
             latest = max(latest, start)
             lasts += shares.charge(item, start)
+            work += item.work
         self._dearest = max(self._dearest, lasts)
+        shares.advance(latest, work)
         for tenant, count in Counter(item.tenant for item in items).items():
             self._left(tenant, count)
         self._all.left(len(items))
-        shares.advance(latest, self._lines)
 
     def removed(self, item: Item) -> None:
         self._left(item.tenant, 1)
@@ -84,3 +85,4 @@ class FairShare:
         line.left(count)
         if line.head() is None:
             del self._lines[tenant]
+            self._shares.leave(tenant)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from runtime.batching.groupings.arrival import Line
 from runtime.batching.item import WAITING, Item
-from runtime.ordering import PRIORITY_STEP_S, Deadline, Ordering, Priority, ShortestFirst
+from runtime.ordering import PRIORITY_STEP_S, Deadline, Ordering, Priority, ShortestFirst, leaving
 
 
 class Ordered:
@@ -18,6 +18,7 @@ class Ordered:
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
+        self._leaving = leaving(ordering)
         self._heap: list[tuple[float, int, Item]] = []
         self._added = 0
         self._gone = 0
@@ -54,7 +55,8 @@ class Ordered:
         self._left(len(items))
 
     def removed(self, item: Item) -> None:
-        del item
+        if self._leaving is not None:
+            self._leaving.left(item, item.key)
         self._left(1)
 
     def _left(self, count: int) -> None:

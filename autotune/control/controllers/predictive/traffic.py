@@ -112,7 +112,7 @@ class Demand:
         self._tokens = (
             keep * self._tokens + record.prefill_tokens * record.steps + record.waiting_tokens - self._waiting
         )
-        self._seconds = keep * self._seconds + passed
+        self._seconds = keep * self._seconds + (1 - keep) * self._memory
         self._waiting = record.waiting_tokens
 
     def lost(self, tokens: float) -> None:
