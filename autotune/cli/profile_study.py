@@ -18,6 +18,7 @@ from autotune.cli.target import running
 from autotune.engines import Engine
 from autotune.engines.named import NamedSource, engine_identity
 from autotune.profile import Machine, ModelFacts
+from autotune.profile.fingerprint import package_version
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.pool import started
 from autotune.profiling.session import Session
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _KEPT = "kept"  # names of the copies of earlier studies, which go when there is a new profile
+_MACHINE = {"kind", "cpu", "cores", "flags", "threads", "gpu"}  # what of it belongs to a study's identity
 _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 
 
@@ -51,7 +53,7 @@ class Requested:
         question, source = self.question, self.source
         return {
             "model": self.model.model_dump(mode="json"),
-            "machine": self.machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
+            "machine": self.machine.model_dump(mode="json", include=_MACHINE),
             "workload": self.spec,
             **({"requests": content_of(question.workload)} if question.workload.finite else {}),
             "rate": question.rate,
@@ -59,6 +61,8 @@ class Requested:
             "seed": question.seed,
             "space": question.space.as_dict(),
             "autotune": __version__,
+            "torch": package_version("torch"),
+            "transformers": package_version("transformers"),
             "layout": _LAYOUT,
             **({"classes": [str(one) for one in question.classes]} if question.classes else {}),
             **({} if question.objective == "goodput" else {"objective": question.objective}),

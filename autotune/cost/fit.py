@@ -1,10 +1,11 @@
-"""Fits cost models to measured steps: non-negative, relative, robust, and of the shape that predicts best what it has not seen.
+"""Fits cost models to measured steps: bounded, relative, robust, and of the shape that predicts best what it has not seen.
 
 The time of a step is homogeneous of degree one in the coefficients (:meth:`~autotune.cost.shape.Shape.times`), so a
 Gauss–Newton step is a non-negative least-squares problem in the coefficients themselves (Lawson and Hanson, 1974), and bounds
-at zero cost nothing. Residuals are relative and weighted by how well each point was measured; Huber's weights keep what
-does not belong (a stall that survived the median) from pulling. Sums are convex; the other norms start from the sum's
-solution, one norm after the other.
+at zero cost nothing. Those above (:attr:`~autotune.cost.shape.Shape.most`) matter on slow machines, where terms that rise
+together (tokens, context) may take each other's time; where the solution without them exceeds one, the problem is solved within
+them. Residuals are relative and weighted by how well each point was measured; Huber's weights keep what does not belong (a stall
+that survived the median) from pulling. Sums are convex; the other norms start from the sum's solution, one norm after the other.
 
 Other shapes than sums without experts have to beat them by a standard error of the cross-validated loss (the rule of Breiman et
 al., CART, 1984, here of paired differences). Where the points do not tell one from the other, the one that lets memory time hide
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import lsq_linear, nnls
 
 from autotune.cost.facts import StepPoint
 from autotune.cost.shape import Floats, Shape, as_floats, candidates
@@ -226,23 +227,27 @@ def _solve(shape: Shape, data: PointArrays, start: Floats | None) -> Floats:
     scale = np.sqrt(np.mean((columns / data.seconds[:, None]) ** 2, axis=0))
     scale[scale == 0] = 1.0
     columns = columns / scale
-    coefficients = _weighted(columns / data.seconds[:, None], data.weights) if start is None else start * scale
+    bounds = np.array([shape.most[name] for name in shape.names])
+    most = bounds * scale
+    coefficients = _weighted(columns / data.seconds[:, None], data.weights, most) if start is None else start * scale
     for _ in range(2):
         predicted, _ = shape.times(columns, coefficients)
         usual = 1.4826 * np.median(np.abs(predicted / data.seconds - 1) * data.weights)
-        coefficients = _descend(shape, columns, data, coefficients, 2 * max(float(usual), 0.005))
-    found: Floats = coefficients / scale
+        coefficients = _descend(shape, columns, data, coefficients, 2 * max(float(usual), 0.005), most)
+    found: Floats = np.minimum(coefficients / scale, bounds)  # which rounding may exceed
     return found
 
 
-def _descend(shape: Shape, columns: Floats, data: PointArrays, coefficients: Floats, clip: float) -> Floats:
-    """Gauss–Newton on Huber's loss with halved steps."""
+def _descend(
+    shape: Shape, columns: Floats, data: PointArrays, coefficients: Floats, clip: float, most: Floats
+) -> Floats:
+    """Gauss–Newton on Huber's loss with halved steps; no coefficient rises above ``most``."""
     predicted, derivatives = shape.times(columns, coefficients)
     loss = _huber(predicted, data, clip)
     for _ in range(40):
         residual = np.abs(predicted / data.seconds - 1) * data.weights
         robust = np.sqrt(np.minimum(1.0, clip / np.maximum(residual, 1e-12)))
-        wanted = _weighted(derivatives / data.seconds[:, None], data.weights * robust)
+        wanted = _weighted(derivatives / data.seconds[:, None], data.weights * robust, most)
         share, before = 1.0, loss
         while share > 0.02:
             tried = coefficients + share * (wanted - coefficients)
@@ -257,14 +262,16 @@ def _descend(shape: Shape, columns: Floats, data: PointArrays, coefficients: Flo
     return coefficients
 
 
-def _weighted(relative: Floats, weights: Floats) -> Floats:
-    """Non-negative least squares of ``relative · x ≈ 1``, with a trace of a ridge so that equal columns share alike."""
+def _weighted(relative: Floats, weights: Floats, most: Floats) -> Floats:
+    """Least squares of ``relative · x ≈ 1`` within 0 … ``most``, with a trace of a ridge so that equal columns share alike."""
     width = relative.shape[1]
     ridge = _RIDGE * np.sqrt(len(relative)) * np.eye(width)
-    solution, _ = nnls(
-        np.vstack([relative * weights[:, None], ridge]), np.concatenate([weights, np.zeros(width)]), maxiter=50 * width
-    )
-    return np.asarray(solution)
+    rows, wanted = np.vstack([relative * weights[:, None], ridge]), np.concatenate([weights, np.zeros(width)])
+    solution: Floats = nnls(rows, wanted, maxiter=50 * width)[0]
+    if (solution > most).any():
+        found = lsq_linear(rows, wanted, bounds=(0.0, most), method="bvls", max_iter=50 * width).x
+        solution = np.clip(found, 0.0, most)  # it is within the bounds to rounding
+    return solution
 
 
 def _huber(predicted: Floats, data: PointArrays, clip: float) -> float:

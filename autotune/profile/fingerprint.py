@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -63,7 +64,11 @@ def package_version(name: str) -> str:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    return _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
+    """Its name; on ARM, where the kernel knows none, the numbers of its implementer and part."""
+    if name := _cpuinfo_field(cpuinfo, "model name"):
+        return name
+    implementer, part = (_cpuinfo_field(cpuinfo, f"CPU {field}") for field in ("implementer", "part"))
+    return f"CPU {implementer} {part}" if implementer and part else platform.processor() or platform.machine()
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
@@ -73,12 +78,19 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores this process may use: its affinity, cut by a container's CPU quota (cgroup v2) when that is smaller."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = len(affine_cpus())
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
         return affinity if quota == "max" else max(1, min(affinity, round(int(quota) / int(period))))
     except (OSError, ValueError):
         return affinity
+
+
+def affine_cpus() -> Sequence[int]:
+    """Numbers of the CPUs that this process may run on; of all of them where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
 
 
 def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -119,15 +131,18 @@ def measured_elsewhere(profiled: Machine, *, gpu: bool) -> str:
     here = machine(gpu=gpu)
     if profiled.kind == here.kind and not profiled.differences(here):
         return ""
-    if profiled.kind == here.kind == "cpu" and profiled.cpu == here.cpu:
-        return (
-            f"profile was measured on {profiled.cores} core{'s' * (profiled.cores != 1)}, this machine has {here.cores}"
-        )
+    features = profiled.unlike_features(here)
+    more = f", {features}" if features else ""
+    if profiled.kind == here.kind == "cpu" and profiled.same_processor(here):
+        if profiled.cores == here.cores:
+            return f"profile was measured on {profiled.cpu}, this machine has one {features}"
+        cores = f"{profiled.cores} core{'s' * (profiled.cores != 1)}"
+        return f"profile was measured on {cores}, this machine has {here.cores}{more}"
     if profiled.kind == "gpu" and not gpu:
         return f"profile was measured on {profiled.processor}, but this run uses the CPU"
     if gpu and profiled.kind == "cpu":
         return f"profile was measured on a CPU ({profiled.processor}), but this run uses the GPU {here.processor}"
-    return f"profile was measured on {profiled.processor}, this machine has {here.processor}"
+    return f"profile was measured on {profiled.processor}, this machine has {here.processor}{more}"
 
 
 def measured_on_another(profiled: EngineFacts, name: str, version: str) -> str:
@@ -229,28 +244,35 @@ def _cpuinfo_field(path: Path, field: str) -> str:
 
 
 class OtherWork:
-    """How busy others keep the machine's processors, from here until :meth:`cores` is asked."""
+    """How busy others keep the processors that this process may run on, from here until :meth:`cores` is asked."""
 
     def __init__(self) -> None:
+        self._cpus = affine_cpus()
         self._begun = self._now()
 
     def taken(self, threads: int) -> float:
         """Cores that ``threads`` of this process lacked on average because others had them."""
-        return max(0.0, self.cores() - ((psutil.cpu_count() or 1) - threads))
+        return max(0.0, self.cores() - (len(self._cpus) - threads))
 
     def cores(self) -> float:
-        """Cores that other processes kept busy on average."""
+        """Cores of these that other processes kept busy on average."""
         (before, own_before, began), (after, own, now) = self._begun, self._now()
         return max(0.0, (after - before) - max(0.0, own - own_before)) / max(now - began, 1e-9)
 
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """Seconds: all processors busy, this process and its descendants, the clock."""
-        times = psutil.cpu_times()
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds: those processors busy, this process and its descendants, the clock."""
+        each = psutil.cpu_times(percpu=True)
         mine = sum(os.times()[:4])  # of its children, those that have ended
         for child in psutil.Process().children(recursive=True):  # such as a worker of vLLM
             with suppress(psutil.Error):
                 mine += sum(child.cpu_times()[:4])
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice too
-        return sum(times) - idle - guests, mine, time.monotonic()
+        if self._cpus[-1] < len(each):  # a container may show its own, by numbers of their own
+            each = [each[cpu] for cpu in self._cpus]
+        return sum(map(_busy, each)), mine, time.monotonic()
+
+
+def _busy(times: Any) -> float:
+    """Seconds of one processor."""
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice too
+    return float(sum(times) - idle - guests)

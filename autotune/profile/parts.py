@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 
+NUMBERED = "CPU 0x"
+"""What the name of an ARM CPU begins with: its implementer and part follow."""
+
+
 class GpuInfo(Part):
     """The GPU that was used."""
 
@@ -83,10 +87,32 @@ class Machine(Part):
 
     def differences(self, other: Machine) -> list[str]:
         """What about ``other`` makes figures from here unreliable there: fields that differ, in words."""
-        found = [] if self.processor == other.processor else [f"{other.processor} instead of {self.processor}"]
+        found = [] if self.same_processor(other) else [f"{other.processor} instead of {self.processor}"]
         if self.kind == other.kind == "cpu" and self.cores != other.cores:
             found.append(f"{other.cores} cores instead of {self.cores}")
+        if features := self.unlike_features(other):
+            found.append(f"CPU {features}")
         return found
+
+    def unlike_features(self, other: Machine) -> str:
+        """How the CPU of ``other`` differs in ``flags``: ``without sve2, bf16``. Empty where it does not, where a GPU computes,
+        or where one of the two has none that are known."""
+        if not (self.kind == other.kind == "cpu" and self.flags and other.flags):
+            return ""
+        lacks = ", ".join(flag for flag in self.flags if flag not in other.flags)
+        more = ", ".join(flag for flag in other.flags if flag not in self.flags)
+        return " and ".join(f"{word} {those}" for word, those in (("without", lacks), ("with", more)) if those)
+
+    def same_processor(self, other: Machine) -> bool:
+        """By name. An ARM CPU that an earlier version measured has that of its architecture, and may be any with numbers."""
+        if self.processor == other.processor:
+            return True
+        pairs = ((self, other), (other, self))
+        return any(a.cpu == a._architecture == b._architecture and b.cpu.startswith(NUMBERED) for a, b in pairs)
+
+    @property
+    def _architecture(self) -> str:
+        return self.os.rpartition(" ")[2]
 
 
 class Software(Part):

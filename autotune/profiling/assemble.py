@@ -36,7 +36,7 @@ from runtime.knobs import Knobs
 
 _MOST_PARETO = 24
 _MOST_SIMULATED = 10  # settings of a callable, when a run was stopped while simulating
-_LONGER = "a longer --budget tells more"
+_LONGER = "a longer --budget with --fresh tells more"
 
 PartT = TypeVar("PartT", bound=Part)
 

@@ -145,7 +145,7 @@ def draw_setup(
         slo_from=why,
         classes=tuple(classes),
         objective=objective,
-        fitted=engine.limits.clamp(fitted_knobs(cost, chosen, saturated, mean_output, context)),
+        fitted=fitted_knobs(cost, chosen, saturated, mean_output, context, engine.limits),
         window_s=window_s,
         warmup_s=warmup_s,
         calibration=_calibration(cost, alone, saturated, tokens_per_s, context),

@@ -10,8 +10,10 @@ import copy
 import hashlib
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +22,7 @@ from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.measure.score import Score
 from autotune.profile import Machine
 from autotune.profile.callable import MOST_RATE, BatcherSetting, CallablePoint, items_per_s, why_rate
+from autotune.profile.fingerprint import package_version
 from autotune.profiling.batcher_space import ONE_AT_A_TIME, OPEN, BatcherSpace, alike, choose, grid
 from autotune.profiling.calls import CallCost, calibrated, measure_calls
 from autotune.profiling.findings import Findings, Question
@@ -27,7 +30,7 @@ from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, by_setting, callable_points
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.session import Sweep
-from autotune.profiling.setup import Comparison
+from autotune.profiling.setup import Comparison, in_window
 from autotune.profiling.simulator import PAIRED
 from autotune.profiling.stages.candidates import Candidate, around, candidate, stored_candidates
 from autotune.profiling.stages.validation import Validation
@@ -40,6 +43,7 @@ from autotune.workload import Workload, parse_workload
 from runtime.batching.groupings import Grouping
 from runtime.batching.item import Call
 from runtime.clock import Clock, MonotonicClock
+from runtime.errors import InputError
 from runtime.slo import SLO
 from runtime.version import __version__
 
@@ -54,7 +58,8 @@ SIMULATED_WARM_UP = 0.1  # of a simulated window
 _SIMULATED_ITEMS = 2000
 _SLO_CALLS = 10  # the SLO in calls of one item, unless it is given
 _MEASURED, _RUNS = 4, 2  # settings, unless a number is requested, and runs that windows are sized for of each
-_SEEDS = 6  # to measure under
+_SEEDS, _SEEDS_TRIED = 6, 8  # to measure under, and for each of them
+_SURELY_FILLED = 50.0  # items in a window on average: one in e^50 windows is empty
 _SHORT_S = 5.0  # to measure a setting: where there is less, fewer are
 _SHORTEST_S, _LONGEST_S, _UNBOUNDED_S = 0.5, 60.0, 6.0  # of a window; the latter where there is no budget
 _SIMULATED_SEED, _FRESH_SEED, _MEASURED_SEED = 1_000_003, 1_500_003, 2_000_003  # to the seed of the question
@@ -92,7 +97,7 @@ def identity(
     subject: Subject, question: CallableQuestion, inputs: Path, machine: Machine, *, replicas: int = 1
 ) -> dict[str, Any]:
     """What a study is about: only a run that asks the same goes on with it. The function counts as changed when a file of it
-    has."""
+    has; PyTorch counts where the function has brought it along."""
     return {
         "function": subject.name,
         "files of the function": _digest(subject.sources),
@@ -105,9 +110,10 @@ def identity(
         "replicas": replicas,
         "strategies": list(question.space.strategies),
         "seed": question.seed,
-        "machine": machine.model_dump(mode="json", include={"cpu", "cores", "threads"}),
+        "machine": machine.model_dump(mode="json", include={"cpu", "cores", "flags", "threads"}),
         "gpu": None if machine.gpu is None else machine.gpu.name,
         "autotune": __version__,
+        **({"torch": package_version("torch")} if "torch" in sys.modules else {}),
     }
 
 
@@ -141,6 +147,8 @@ class CallableTarget:
     ) -> Calibrated[CallableSetup, CallCost]:
         """As in :class:`~autotune.profiling.target.ProfilingTarget`; the calls of each size are one measurement."""
         slo = question.slo
+        if question.rate is not None:  # raises for too few items: now, not when all is measured
+            filled_seeds(question.seed, question.rate, schedule)
         with meter.hardware():
             cost = measure_calls(
                 self.subject,
@@ -237,18 +245,33 @@ def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, sch
     assert slo.e2e_ms is not None
     # An item waits for the call before its own: a size serves all comers only if two calls fit the SLO.
     capacity, size = cost.capacity(subject.mean_cost, slo.e2e_ms / 2e3)
-    rate = question.rate or min(RATE_SHARE * capacity, MOST_RATE)
+    rate = float(f"{question.rate or min(RATE_SHARE * capacity, MOST_RATE):.4g}")
     return CallableSetup(
-        rate=float(f"{rate:.4g}"),
+        rate=rate,
         rate_from="calibration" if question.rate is None else "user",
         slo=slo,
         slo_from=slo_from,
         window_s=schedule.window_s,
         warmup_s=schedule.warmup_s,
-        validation_seeds=tuple(question.seed + _MEASURED_SEED + n for n in range(_SEEDS)),
+        validation_seeds=filled_seeds(question.seed, rate, schedule),
         simulated_seeds=(question.seed + _SIMULATED_SEED, question.seed + _FRESH_SEED),
         capacity=capacity,
         capacity_size=size,
+    )
+
+
+def filled_seeds(seed: int, rate: float, schedule: Schedule) -> tuple[int, ...]:
+    """The first few seeds to measure under whose windows hold an item. Raises :class:`InputError` where there is none."""
+    load, end = ITEMS.at_rate(rate), schedule.warmup_s + schedule.window_s
+    seeds = range(seed + _MEASURED_SEED, seed + _MEASURED_SEED + _SEEDS_TRIED * _SEEDS)
+    if rate * schedule.window_s > _SURELY_FILLED:
+        return tuple(seeds[:_SEEDS])
+    found = (one for one in seeds if in_window(load, one, schedule.warmup_s, schedule.window_s))
+    if chosen := tuple(islice(found, _SEEDS)):
+        return chosen
+    raise InputError(
+        f"at {items_per_s(rate)} no item falls into the window, {schedule.warmup_s:.3g} to {end:.3g} s after the start; "
+        "give a longer --budget or a higher --rate"
     )
 
 

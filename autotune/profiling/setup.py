@@ -14,7 +14,7 @@ from typing import Literal
 from autotune.profile.parts import Calibration, ClassField, KnobsField, ObjectiveName, Part, SLOField
 from autotune.workload import Arrival, Workload, at_length_scale
 from runtime.errors import InputError
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepModel
 
@@ -148,13 +148,15 @@ def default_slo(cost: StepModel, mean_prompt: float) -> tuple[SLO, str]:
     )
 
 
-def fitted_knobs(cost: StepModel, slo: SLO, rate: float, mean_output: float, mean_context: float = 0.0) -> Knobs:
+def fitted_knobs(
+    cost: StepModel, slo: SLO, rate: float, mean_output: float, mean_context: float, limits: KnobLimits
+) -> Knobs:
     """The calibration's own guess: as many slots as Little's law asks for, the largest budget that leaves TPOT within the SLO.
 
-    Concurrency = rate · residence; a request decodes for about mean_output · target. Rounded to powers of two.
+    Concurrency = rate · residence; a request decodes for about mean_output · target. Rounded to powers of two, within ``limits``.
     """
     tpot = min((t for t in (slo.tpot_ms, slo.itl_ms) if t is not None), default=50.0) / 1000
-    slots = _power_of_two(rate * mean_output * tpot * 0.8 + 2)
+    slots = min(limits.max_batch_size, _power_of_two(rate * mean_output * tpot * 0.8 + 2))
     low, high = 16, _LARGEST_BUDGET
     while low < high:  # the largest prompt whose step beside a full batch meets the target
         middle = (low + high + 1) // 2
@@ -165,7 +167,7 @@ def fitted_knobs(cost: StepModel, slo: SLO, rate: float, mean_output: float, mea
         if cost.predict(typical_step(slots, larger - slots, mean_context)) > 0.9 * tpot:
             break
         budget = larger
-    return Knobs(max_batch_size=slots, max_wait_ms=0, token_budget=budget, chunk_size=budget)
+    return limits.clamp(Knobs(max_batch_size=slots, max_wait_ms=0, token_budget=budget, chunk_size=budget))
 
 
 def typical_step(decodes: int, prompt_tokens: int, context: float) -> StepFeatures:
@@ -239,7 +241,9 @@ def spread_seeds(workload: Workload, first: int, count: int, warmup_s: float, wi
 
 
 def alike_under(workload: Workload, seeds: Iterable[int], warmup_s: float, window_s: float) -> bool:
-    """Whether windows hold the same requests whatever the seed, as those of a replayed trace do."""
+    """Whether windows hold the same requests whatever the seed, as those of a trace do, or of a mix of which a trace is half."""
+    if workload.replayed >= 0.5:
+        return True
     windows = (in_window(workload, seed, warmup_s, window_s) for seed in seeds)
     return len({tuple((a.time, a.prompt_tokens, a.output_tokens) for a in window) for window in windows}) == 1
 

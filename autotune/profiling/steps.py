@@ -17,7 +17,9 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
 
 from autotune.cost.facts import JitterFacts, StepPoint
 from autotune.cost.fit import FEWEST, SERVED
@@ -86,8 +88,8 @@ class MeasuredSteps(NamedTuple):
     graphs: StepGraphs = NO_GRAPHS
 
     def cost(self, seconds: float) -> CostModel:
-        """The model of all of it, which took ``seconds``. Raises as :func:`~autotune.cost.model.fit_cost_model`."""
-        return fit_cost_model(
+        """The model of all of it, which took ``seconds``. Raises :class:`EvaluationError` where no model comes of the points."""
+        return _fitted(
             self.points, seconds=seconds, serving_overhead_s=self.serving_overhead_s, jitter=self.jitter,
             graphs=self.graphs,
         )  # fmt: skip
@@ -107,8 +109,8 @@ def measure_steps(
     ``budget_s``: seconds on the engine's clock, within which it ends, or soon after; a slow
     machine gets more for a first round, and up to as much again for what that had no time for
     (:mod:`autotune.profiling.warnings`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
-    changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
-    ``stop``.
+    changed. Raises :class:`EvaluationError` when a request fails, too few kinds of steps came about, or no model comes of them,
+    :class:`Interrupted` on ``stop``.
     """
     clock, graphs = engine.clock, engine.facts.graphs
     begun = clock.now()
@@ -162,7 +164,7 @@ def measure_steps(
             points = step_points(stretches, Drift(references), graphs)
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
-        fitted = fit_cost_model(points, graphs=graphs)
+        fitted = _fitted(points, graphs=graphs)
         probes = probes or [StepFeatures.of(record) for stretch in stretches for record, _ in stretch.steps]
         before, predicted = predicted, [fitted.predict(step) for step in probes]
         moved = (
@@ -181,6 +183,15 @@ def measure_steps(
         jitter_of(served),
         graphs,
     )
+
+
+def _fitted(points: Sequence[StepPoint], **known: Any) -> CostModel:
+    """As :func:`~autotune.cost.model.fit_cost_model`, whose ``ValueError`` is an :class:`EvaluationError` of one line."""
+    try:
+        return fit_cost_model(points, **known)
+    except ValueError as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise EvaluationError(f"no cost model comes of the {len(points)} kinds of steps measured: {why}") from None
 
 
 def served_steps(

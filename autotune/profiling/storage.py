@@ -30,6 +30,7 @@ _GRACE = 3  # heartbeats that may be missed: a machine under load is not dead
 _DIALECTS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}  # the driver we install
 _ALLOWED = ("postgresql+psycopg", "sqlite")
 _SECRETS = ((re.compile(r"(://[^:/@\s]*:)\S*@"), r"\1***@"), (re.compile(r"([?&](?:ssl)?password=)[^\s&]*"), r"\1***"))
+_A_PASSWORD = 4  # characters, at the least: a shorter one is within words of any text
 _TRIES = 6
 _CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
 _SUM = "sum"
@@ -67,6 +68,10 @@ class SharedStorage:
             )
         if not parsed.database:
             raise InputError(f"--storage: {hidden(url)} names no database; write {parsed.drivername}://…/DATABASE")
+        if ":memory:" in parsed.database or "memory" in parsed.query.get("mode", ""):
+            raise InputError(
+                f"--storage: {hidden(url)} is in memory, which ends with the process; write sqlite:///FILE"
+            )
         return cls(parsed.render_as_string(hide_password=False), name, heartbeat_s)
 
     def __str__(self) -> str:
@@ -136,9 +141,9 @@ def _broken(shared: SharedStorage, error: BaseException) -> InputError:
 
     while (inner := error.__cause__ or getattr(error, "orig", None)) is not None and inner is not error:
         error = inner
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = hidden(" ".join(str(error).split())) or type(error).__name__
     password = sqlalchemy.make_url(shared.url).password
-    if password:
+    if password and len(str(password)) >= _A_PASSWORD:
         text = text.replace(str(password), "***")
     return InputError(f"--storage: {hidden(shared.url)} cannot be used: {text}")
 
@@ -156,10 +161,8 @@ def journal(path: Path, *, fresh: bool = False) -> Iterator[BaseStorage]:
     except OSError as error:
         raise unwritable(path, error) from None
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{path}: another autotune is profiling into it; wait, or use another --out") from None
+        if not locked(file, path, "put --out, or --study, on a local disk"):
+            raise InputError(f"{path}: another autotune is profiling into it; wait, or use another --out")
         try:
             if not _is_ours(path):
                 raise InputError(f"{path}: is no journal that autotune wrote; {_ELSEWHERE}")
@@ -177,6 +180,18 @@ def journal(path: Path, *, fresh: bool = False) -> Iterator[BaseStorage]:
         if made and os.fstat(file).st_size == 0:
             path.unlink(missing_ok=True)  # nothing came of it, as on a full disk
         os.close(file)
+
+
+def locked(file: int, path: Path, way_out: str) -> bool:
+    """Lock the open ``file``, at ``path``: False where another process holds it. Raises :class:`InputError`, with the
+    ``way_out``, where it cannot be locked at all."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise InputError(f"{path}: this file system has no locks ({error.strerror or error}); {way_out}") from None
+    return True
 
 
 def unwritable(path: str | Path, error: OSError) -> InputError:

@@ -8,7 +8,6 @@ hardware, and comes out the same again (:mod:`autotune.profiling.search`).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.kinds import Tried
 from autotune.profiling.points import Run
-from autotune.profiling.storage import SharedStorage, database, journal
+from autotune.profiling.storage import SharedStorage, database, journal, locked, unwritable
 from runtime.errors import InputError
 
 STUDY_NAME = "autotune"
@@ -42,7 +42,10 @@ _SPENT, _EARLIER = "spent", "earlier"
 _KEY, _RESULT, _CAUSE, _AGAIN = "key", "result", "cause", "again"
 _POLL_S = 0.2
 _CLAIMED_WITHIN_S = 10.0  # a trial that does not say by then what it measures is no claim
+_CLAIMS = 5  # that came too late, until the database is held for too slow
 _LONGEST_S = 3600.0  # nothing is measured for so long: whoever claimed it died before its first sign of life
+_WHERE_SAID = frozenset({"machine.flags", "torch", "transformers"})
+"""Facts that identities of earlier versions lack, and some of callables. They count where both identities have them."""
 
 
 def study_name(stem: str, identity: Mapping[str, Any]) -> str:
@@ -210,7 +213,7 @@ class SweepStudy:
             open_ = partial(optuna.create_study, direction="maximize", load_if_exists=True)
         self._study: Study = open_(storage=self._storage, study_name=self.name)
         self._identify(json.loads(json.dumps(identity)))
-        self.measurements = Measurements(self._study, _turn_of(self.name) if self.shared else None)
+        self.measurements = Measurements(self._study, self._where, _turn_of(self.name) if self.shared else None)
 
     def _identify(self, identity: dict[str, Any]) -> None:
         if (found := self.get(_IDENTITY)) is None:  # it is new, or who made it died before saying what it is about
@@ -251,12 +254,12 @@ class Measurements:
 
     A claim is a RUNNING trial that has the key; of several the lowest number counts. Whoever finds one waits until it has ended.
     The claim of a process that died is given up: in a journal at once, for nobody else can have it open; in a database when the
-    heartbeats that Optuna gives while a trial runs have stayed away. ``turn``: the file at which processes of this machine queue
-    up, in a study that is shared.
+    heartbeats that Optuna gives while a trial runs have stayed away. ``where`` it lies, for errors; ``turn``: the file at which
+    processes of this machine queue up, in a study that is shared.
     """
 
-    def __init__(self, study: Study, turn: Path | None) -> None:
-        self._study, self._turn = study, turn
+    def __init__(self, study: Study, where: str, turn: Path | None) -> None:
+        self._study, self._where, self._turn = study, where, turn
         self._mine: int | None = None  # the trial that this process runs
 
     def find(self, key: str) -> dict[str, Any] | None:
@@ -288,7 +291,7 @@ class Measurements:
         value: Callable[[Mapping[str, Any]], float],
     ) -> dict[str, Any]:
         """See :meth:`SweepStudy.measured`."""
-        begun = time.monotonic()
+        begun, too_late = time.monotonic(), 0
         while True:
             self._bury(key if time.monotonic() - begun > _LONGEST_S else None)
             known = self._of(key)
@@ -300,7 +303,17 @@ class Measurements:
                 _rest(stop)
                 continue
             with _in_turn(self._turn, stop):
-                self._attempt(key, run, stop, params, value)
+                late_s = self._attempt(key, run, stop, params, value)
+            if late_s is None:
+                continue
+            if stop():
+                raise Interrupted("interrupted")
+            too_late += 1
+            if too_late == _CLAIMS:
+                raise InputError(
+                    f"{self._where}: answers too slowly ({late_s:.3g} s for a claim; it must be within "
+                    f"{_CLAIMED_WITHIN_S / 2:g} s); use a database nearer to this machine"
+                )
 
     def _attempt(
         self,
@@ -309,22 +322,27 @@ class Measurements:
         stop: Callable[[], bool],
         params: Mapping[str, float],
         value: Callable[[Mapping[str, Any]], float],
-    ) -> None:
-        """Claim ``key`` and measure it, unless somebody else was first. Raises what ``run`` raises."""
-        begun, ran = time.monotonic(), False
+    ) -> float | None:
+        """Claim ``key`` and measure it, unless somebody else was first. Seconds of a claim that came too late to hold, else None.
+        Raises what ``run`` raises."""
+        ran, late_s = False, None
 
         def objective(trial: Trial) -> float:
-            nonlocal ran
+            nonlocal ran, late_s
             self._mine = trial.number
+            trial.set_user_attr(_KEY, key)
+            if self._turn is not None:
+                claimed_s = _age(trial)
+                if claimed_s > _CLAIMED_WITHIN_S / 2:
+                    late_s = claimed_s
+                    raise TrialPruned
+                if not self._first(trial, key, stop):
+                    raise TrialPruned
             for name, given in params.items():
                 if isinstance(given, int):
                     trial.suggest_int(name, given, given)
                 else:
                     trial.suggest_float(name, given, given)
-            trial.set_user_attr(_KEY, key)
-            late = time.monotonic() - begun > _CLAIMED_WITHIN_S / 2
-            if self._turn is not None and (late or not self._first(trial, key, stop)):
-                raise TrialPruned
             try:
                 result = dict(run())
                 ran = True
@@ -351,6 +369,7 @@ class Measurements:
                 raise
         finally:
             self._mine = None
+        return late_s
 
     def _first(self, trial: Trial, key: str, stop: Callable[[], bool]) -> bool:
         """Whether nobody claimed ``key`` before us. Who began before us and has not said what it measures may yet."""
@@ -379,6 +398,12 @@ class Measurements:
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
 
+def _age(trial: Trial) -> float:
+    """Seconds since others may see ``trial``. Optuna keeps the time of its beginning by this machine's clock, without a zone."""
+    assert trial.datetime_start is not None
+    return (datetime.now() - trial.datetime_start).total_seconds()
+
+
 def _key(trial: FrozenTrial) -> str:
     """What a trial measures, "" where it has not said so yet."""
     return str(trial.user_attrs.get(_KEY, ""))
@@ -387,10 +412,12 @@ def _key(trial: FrozenTrial) -> str:
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
     """What differs between two identities: ``slo was ttft=500ms, is now ttft=1s``."""
     if isinstance(old, dict) and isinstance(new, dict):
+        names = {key: f"{name}.{key}".lstrip(".") for key in sorted(old.keys() | new.keys())}
         return [
             text
-            for key in sorted(old.keys() | new.keys())
-            for text in differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))
+            for key, full in names.items()
+            if full not in _WHERE_SAID or (key in old and key in new)
+            for text in differences(old.get(key), new.get(key), full)
         ]
     return [] if old == new else [f"{name} was {_plain(old)}, is now {_plain(new)}"]
 
@@ -411,14 +438,13 @@ def _in_turn(path: Path | None, stop: Callable[[], bool]) -> Iterator[None]:
     if path is None:
         yield
         return
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                _rest(stop)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    try:
+        while not locked(file, path, "set TMPDIR to a folder on a local disk"):
+            _rest(stop)
         yield
     finally:
         os.close(file)
@@ -426,8 +452,8 @@ def _in_turn(path: Path | None, stop: Callable[[], bool]) -> Iterator[None]:
 
 def _turn_of(name: str) -> Path:
     """The file at which the processes of one user on this machine queue up to measure for the study ``name``."""
-    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
-    return Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}-{safe}.turn"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]  # a study may be called anything, at any length
+    return Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}-{digest}.turn"
 
 
 def _rest(stop: Callable[[], bool]) -> None:

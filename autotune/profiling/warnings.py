@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from autotune.cost.facts import StepPoint
 from autotune.cost.fit import SERVED
 from autotune.cost.model import undetermined_terms
+from autotune.profile.fingerprint import affine_cpus
 from autotune.profiling.findings import Findings
 from autotune.profiling.setup import typical_step
 
@@ -21,7 +21,7 @@ MOVED = 1.25
 """Factor between the speed of serving and that of the calibration from which they were not of the same machine."""
 
 BUSY = 0.15
-"""Share of the machine's cores that others had, from which what was measured is unreliable."""
+"""Share of the cores that profiling may use and others had, from which what was measured is unreliable."""
 
 
 APART = 1.5
@@ -35,7 +35,8 @@ def warnings(found: Findings) -> tuple[str, ...]:
         reasons.append(f"the cost model's error is {found.cost.facts.error:.0%}")
     if found.steps and (missing := unseen(found.steps)):
         reasons.append(
-            f"the calibration saw {', '.join(missing)}, so what is simulated is guessed there (a longer --budget sees more)"
+            f"the calibration saw {', '.join(missing)}, so what is simulated is guessed there "
+            "(a longer --budget with --fresh sees more)"
         )
     if (beyond := extrapolated(found)) is not None:
         reasons.append(beyond)
@@ -45,9 +46,16 @@ def warnings(found: Findings) -> tuple[str, ...]:
         reasons.append(f"the machine served at {served} the speed it was calibrated at")
     seconds = sum(s for s, _ in found.others)
     cores = sum(s * c for s, c in found.others) / seconds if seconds else 0.0
-    if cores > BUSY * (os.cpu_count() or 1):
-        reasons.append(f"other programs used {cores:.1f} cores while it was measured")
+    if (crowded := crowding(cores)) is not None:
+        reasons.append(crowded)
     return tuple(reasons)
+
+
+def crowding(cores: float) -> str | None:
+    """That other programs used ``cores`` of the processors, where figures may suffer; None where they do not."""
+    if cores <= BUSY * len(affine_cpus()):
+        return None
+    return f"other programs used {cores:.1f} cores while it was measured"
 
 
 def extrapolated(found: Findings) -> str | None:
@@ -62,7 +70,7 @@ def extrapolated(found: Findings) -> str | None:
     what = f"may be {off:.0%} off" if off > ROUGH else "is guessed"
     return (
         f"the cost model {what} where {step.decodes} sequences decode over {step.decode_context:,} tokens: the calibration"
-        f" saw {seen:,} at most (a longer --budget sees more)"
+        f" saw {seen:,} at most (a longer --budget with --fresh sees more)"
     )
 
 

@@ -21,7 +21,7 @@ from runtime.knobs import KNOBS, Knobs
 
 OTHERS, EVERY_PURPOSE = "also Pareto", "every purpose"
 _MOST_OTHERS = 4
-_LOOKED_AT = 50  # requests, for whether seeds bring the same
+_LOOKED_AT = 50  # requests, for whether a seed changes any
 
 
 def rows(profile: Profile) -> list[tuple[str, Point, str]]:
@@ -85,15 +85,21 @@ def _drawn(profile: Profile, detail: Detail) -> Table:
     return drawn
 
 
-def _same_arrivals(profile: Profile) -> bool:
-    """Whether its seeds brought the same requests, as those of a replayed trace do; False where the trace is not here."""
-    seeds = profile.workload.validation_seeds
+def _repeated(profile: Profile) -> float:
+    """Share of its requests that were the same under each of its seeds, as a trace's are; 0 where the trace is not here."""
+    if len(profile.workload.validation_seeds) < 2:
+        return 0.0
     try:
-        return len(seeds) > 1 and parse_workload(profile.workload.spec).alike_under(
-            seeds[0], seeds[1], limit=_LOOKED_AT
-        )
+        return parse_workload(profile.workload.spec).repeated(limit=_LOOKED_AT)
     except InputError:
-        return False
+        return 0.0
+
+
+def _same_requests(profile: Profile) -> str:
+    """What seeds did not change, in parentheses; "" for nothing."""
+    repeated = _repeated(profile)
+    which = "the same requests" if repeated == 1 else f"the same {repeated:.0%} of the requests"
+    return f" (a trace brings {which} under every seed)" if repeated else ""
 
 
 def show(profile: Profile, console: Console) -> None:
@@ -102,10 +108,7 @@ def show(profile: Profile, console: Console) -> None:
     counts = sorted({len(point.seeds) for _, point, _ in rows(profile)})
     fresh = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     how = {
-        "validation": f"{fresh} run{'s' if counts != [1] else ''} a row, under fresh seeds"
-        + (
-            " (a trace brings the same arrivals under every seed, only other tokens)" if _same_arrivals(profile) else ""
-        ),
+        "validation": f"{fresh} run{'s' if counts != [1] else ''} a row, under fresh seeds" + _same_requests(profile),
         "search": "the search's own seed, not validated",
         "simulation": "simulated, not measured",
     }
@@ -125,7 +128,7 @@ def show(profile: Profile, console: Console) -> None:
         highlight=False,
     )
     late = max(row[1].lateness_p99_ms for row in rows(profile))
-    if (said := lateness(late, profile.slo.ttft_ms)) is not None:
+    if (said := lateness(late, profile.slo, *(one.slo for one in profile.classes))) is not None:
         console.print(said, style="yellow")
     for warning in warnings(profile):
         console.print(escape(warning), highlight=False, style="yellow")
@@ -157,8 +160,9 @@ def conclusion(profile: Profile) -> str:
         rate = f"{setting.point.offered_rate:.3g} req/s"
         return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
     if base is not None and base.knobs == setting.knobs:
-        others = [p for p in profile.points if p.stage == setting.point.stage and p.knobs != base.knobs]
-        measured_more = any(p.rate == base.rate and p.weighted_attainment > base.weighted_attainment for p in others)
+        of = (setting.point.stage, base.rate)
+        others = [p for p in profile.points if (p.stage, p.rate) == of and p.knobs != base.knobs]
+        measured_more = any(p.weighted_attainment > base.weighted_attainment for p in others)
         count = len({p.knobs for p in others})
         better = f"{'clearly ' * measured_more}better"
         if not others:

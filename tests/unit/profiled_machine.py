@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -93,6 +95,15 @@ def question(**changes: Any) -> Question:
         "budget_s": None, "space": make_space(LIMITS), "sim_trials": 12,
     }  # fmt: skip
     return Question(**(values | changes))
+
+
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has none, as some that are shared over a network."""
+
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
 
 
 _SIMULATED: dict[bytes, Score] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from autotune.cost.model import fit_cost_model
 from autotune.measure.evaluate import EvaluationError, Interrupted
-from autotune.profile.parts import ModelFacts, StepPoint
+from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
 from autotune.profiling.step_driver import StepDriver, idle_before, samples
 from autotune.profiling.steps import MeasuredSteps, measure_steps, served_points, serving_samples
 from autotune.profiling.warnings import unseen
@@ -301,6 +304,22 @@ def test_it_stops_when_asked_and_says_when_requests_fail() -> None:
 
     with pytest.raises(EvaluationError, match=r"a step failed|no such kernel"):
         measured(machine(Broken()))
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [(lambda: JitterFacts(quantiles=(1.0, 3.0), persistent=0.0, memory=0.0), "Value error, .quantiles have a mean of 2;"),
+     (lambda: json.loads("no number"), "Expecting value: line 1 column 1")],
+)  # fmt: skip
+def test_points_that_no_model_comes_of_are_one_line(
+    broken: Callable[[], Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pydantic's own complaint has several, and no user would make sense of them."""
+    monkeypatch.setattr("autotune.profiling.steps.fit_cost_model", lambda points, **known: broken())
+    with pytest.raises(EvaluationError) as caught:
+        MeasuredSteps([], 1.0, 1.0, 1.0, 0.0, None).cost(1.0)
+    assert str(caught.value).startswith(f"no cost model comes of the 0 kinds of steps measured: {why}")
+    assert "\n" not in str(caught.value)
 
 
 def record(start: float, end: float, *, decodes: int = 0, prefill: int = 0, sampled: int = 0) -> StepRecord:

@@ -232,8 +232,11 @@ def test_a_live_batcher_starts_from_it(file: Path, own: str | None, given: str |
 def test_a_controller_starts_from_it_and_takes_its_slo(
     file: Path, made: CallableProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Batcher(list, max_batch_size=7) as batcher, autotune.control(batcher, profile=file, observe_only=True):
-        assert batcher.slos["default"] == made.slo
+    with (
+        Batcher(list, max_batch_size=7) as batcher,
+        autotune.control(batcher, profile=file, observe_only=True) as attached,
+    ):
+        assert attached.slo == made.slo and not batcher.slos
     with (
         Batcher(list, strategy="dynamic") as batcher,
         pytest.warns(UserWarning, match="profile is for the adaptive strategy, not dynamic"),
@@ -267,8 +270,8 @@ def test_a_simulated_batcher_is_of_no_machine(made: CallableProfile, tmp_path: P
         made.model_copy(update={"machine": made.machine.model_copy(update={"cpu": "Old CPU"})}), other
     )
     batcher = SimulatedBatcher(lambda call: 0.01, [1])
-    with autotune.control(batcher, profile=other, observe_only=True):
-        assert batcher.slos["default"] == made.slo
+    with autotune.control(batcher, profile=other, observe_only=True) as attached:
+        assert attached.slo == made.slo
     with (
         Batcher(list) as live,
         pytest.warns(UserWarning, match="profile was measured on Old CPU"),

@@ -16,7 +16,7 @@ from autotune.profile.callable import load_callable_profile
 from autotune.profile.fingerprint import machine
 from autotune.profiling.callable import CallableTarget, identity
 from autotune.profiling.calls import measure_calls
-from autotune.profiling.study import open_study
+from autotune.profiling.study import differences, open_study
 from runtime import SLO
 from runtime.errors import InputError
 from tests.integration.killing import measured
@@ -113,6 +113,28 @@ def test_killed_while_it_calibrates(tmp_path: Path) -> None:
     with open_study(tmp_path / "a.journal", about) as study:
         assert measure_calls(subject(ticking), study, **options) == found
     assert ticking.sizes == [], "nothing is called when all is known"
+
+
+def test_a_study_is_of_one_cpu_and_of_the_torch_that_a_function_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticking, inputs, here = Ticking(0.020, 0.002), tmp_path / "inputs.jsonl", machine()
+    inputs.write_text('"x"\n')
+
+    def about(**changes: Any) -> dict[str, Any]:
+        return identity(subject(ticking), question(None, None, 60.0), inputs, here.model_copy(update=changes))
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("autotune.profiling.callable.package_version", lambda name: f"{name} 2")
+    first = about(flags=("avx2",))
+    assert first["torch"] == "torch 2"
+    assert differences(first, about(flags=())) == ["machine.flags was ['avx2'], is now []"]
+    monkeypatch.delitem(sys.modules, "torch")
+    without = about(flags=("avx2",))
+    assert "torch" not in without and differences(first, without) == []
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("autotune.profiling.callable.package_version", lambda name: f"{name} 3")
+    assert differences(first, about(flags=("avx2",))) == ["torch was torch 2, is now torch 3"]
 
 
 def test_time_of_earlier_sessions_counts(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from autotune.measure.evaluate import EvaluationError
 from autotune.profile.callable import BatcherSetting, CallablePoint, load_callable_profile
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, BatcherSpace, choose, grid
 from autotune.profiling.callable import (
+    ITEMS,
     CallableSession,
     CallableSetup,
     CallableTarget,
     CallSimulator,
+    filled_seeds,
     offered_to,
     ranked,
 )
@@ -30,7 +32,9 @@ from autotune.profiling.calls import measure_calls
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, callable_point
 from autotune.profiling.reporting import Silent
+from autotune.profiling.setup import in_window
 from autotune.profiling.target import Measurement, OfferedLoad
+from autotune.profiling.timing import Schedule
 from autotune.simulate.batcher import SimulatedBatcher
 from autotune.workload import parse_workload, prompt_ids
 from runtime import SLO, Batcher, InputError
@@ -275,6 +279,39 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     assert target.tried == [] and ticking.sizes == []
     assert (second.setup, second.simulated, second.runs) == (first.setup, first.simulated, first.runs)
     assert ranked(second) == ranked(first)
+
+
+def test_seeds_to_measure_under_bring_an_item() -> None:
+    seldom = Schedule(3.0, window_s=0.5, warmup_s=0.1, calibrate_s=0.4)
+    seeds = filled_seeds(7, 2.0, seldom)
+    assert len(seeds) == 6 and seeds != filled_seeds(7, 200.0, seldom) == tuple(range(2_000_010, 2_000_016))
+    assert all(in_window(ITEMS.at_rate(2.0), seed, 0.1, 0.5) for seed in seeds)
+    assert 1 <= len(filled_seeds(7, 0.2, seldom)) <= 6, "as many as there are"
+    with pytest.raises(InputError) as caught:
+        filled_seeds(7, 1e-6, seldom)
+    assert str(caught.value) == (
+        "at 1e-06 items/s no item falls into the window, 0.1 to 0.6 s after the start; "
+        "give a longer --budget or a higher --rate"
+    )
+
+
+@pytest.mark.usefixtures("few_items")
+def test_at_a_rate_that_brings_nothing_no_slo_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    still, target = VirtualClock(), Tireless(Ticking(0.001, 0.0))
+    target.ticking.sizes.clear()
+    with pytest.raises(InputError, match="no item falls into the window"):
+        CallableSession(target, question(SLO(e2e_ms=100), 1e-6, 3.0, most=2), new_study(), Silent(), host=still).run()
+    assert not target.ticking.sizes, "nothing is called for it"
+
+    requested = question(SLO(e2e_ms=100), 0.2, 3.0, most=2)
+    found = CallableSession(target, requested, new_study(), Silent(), host=still).run()
+    assert found.runs and all(run.score.offered for run in found.runs) and found.confidence is not None
+    assert found.setup is not None
+    (empty, *_) = (seed for seed in range(50) if not in_window(ITEMS.at_rate(0.2), seed, 0.0, found.setup.window_s))
+    monkeypatch.setattr("autotune.profiling.callable.filled_seeds", lambda *given: (empty,))
+    found = CallableSession(target, requested, new_study(), Silent(), host=still).run()
+    assert found.runs and not any(run.score.offered for run in found.runs)
+    assert found.confidence is None, "nobody has seen anything"
 
 
 @pytest.mark.usefixtures("few_items")

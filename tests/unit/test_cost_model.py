@@ -355,3 +355,27 @@ def test_points_that_tell_nothing_are_refused() -> None:
         fit_cost_model(points[:3])
     with pytest.raises(ValueError, match="it must be above 0"):
         fit_cost_model([*points, points[0].model_copy(update={"seconds": 0.0})])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_machine_s_coefficients_stay_within_their_bounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of 0.1 s beside contexts as short as they are: of the points alone, a KV entry takes the time of its token."""
+    rng, points = random.Random(seed), list[StepPoint]()
+    for _ in range(10):
+        decodes = rng.choice([0, 1, 2, 4])
+        prefill = rng.choice([0, 0, 8, 48]) if decodes else rng.choice([16, 48, 64])
+        step = features(decodes, rng.randint(1, 100), prefill)
+        seconds = 0.5 + 0.1 * (decodes + step.prefill_tokens) + 1e-6 * (step.decode_context + step.prefill_context)
+        seconds *= rng.lognormvariate(0, 0.1)
+        region = "mixed" if decodes and step.prefill_tokens else "decode" if decodes else "prefill"
+        points.append(StepPoint(region=region, **step._asdict(), seconds=seconds, spread=0.02, repeats=3))
+    found = fit_cost_model(points).facts
+    most = Shape.of(found.family, found.coefficients).most
+    assert all(0 <= value <= most[name] for name, value in found.coefficients.items() if name in most)
+    assert any(value == most[name] for name, value in found.coefficients.items() if name in most)
+    assert found.error < 0.2, "the tokens have the time back"
+
+    within = measured(FAMILIES["sum"])
+    monkeypatch.setattr(fitting, "lsq_linear", None)
+    fitting._fit.cache_clear()
+    assert fit_cost_model(within).facts.error < 0.03, "where no bound is met, none is asked for"

@@ -28,7 +28,7 @@ from autotune.engines.vllm.named import NamedVllm
 from autotune.profile import save_profile
 from autotune.profile.fingerprint import machine, measured_on_another
 from autotune.profiling.pool import started
-from autotune.profiling.study import open_study
+from autotune.profiling.study import differences, open_study
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -409,6 +409,16 @@ def test_a_study_is_of_one_engine_in_one_version_with_its_arguments(vllm: Module
     assert all(requested(other).identity != about for other in others)
     assert requested(loaded("load-format=dummy")).identity == about
     assert requested(own).identity.keys() == about.keys() - {"engine"}, "as in studies that are older than --engine"
+
+
+def test_a_study_is_of_one_cpu_and_of_one_version_of_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnSource(cast(Any, SimpleNamespace(info=MODEL)))
+    first = requested(own)
+    other_cpu, about = replace(first, machine=first.machine.model_copy(update={"flags": ("sve2",)})), first.identity
+    assert [told.partition(" was ")[0] for told in differences(about, other_cpu.identity)] == ["machine.flags"]
+    monkeypatch.setattr("autotune.cli.profile_study.package_version", lambda name: "99")
+    changed = differences(about, requested(own).identity)
+    assert [told.partition(" was ")[0] for told in changed] == ["torch", "transformers"]
 
 
 class Chooses:

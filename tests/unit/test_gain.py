@@ -110,6 +110,10 @@ def test_the_defaults_themselves_are_no_setting_to_change_to() -> None:
     )
     text = conclusion(profile(findings(best, of_seconds([5] * 8), of_seconds([4] * 8, knobs=LARGE))))
     assert text == "No setting beats vLLM's defaults here: none of the 2 others measured was better."
+    three = profile(findings(best, of_seconds([5] * 8), of_seconds([4] * 8, knobs=LARGE)))
+    points = [p.model_copy(update={"rate": p.rate / 2}) if p.knobs == LARGE else p for p in three.points]
+    text = conclusion(three.model_copy(update={"points": tuple(points)}))
+    assert text == "No setting beats vLLM's defaults here: the one other setting measured was not better."
     expected = {VLLM: 0.95, SMALL: 0.9}
     more = findings(best, of_seconds([10, 9] * 4), expected=expected, noise=0.2)
     assert (

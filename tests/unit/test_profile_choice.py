@@ -206,6 +206,7 @@ def test_the_verdict_in_words() -> None:
     met, text = verdict(5.0, brought(5.0, 7, 7))
     assert met and "keeps" not in text
     assert text.startswith("balanced: no miss in 7 requests at 5 req/s: too few to tell whether 99% meet the SLO")
+    assert text.endswith("; a longer --budget with --fresh tells more"), "an extended study keeps its windows"
     met, text = verdict(8.0, brought(8.0, 39))
     assert met and "may serve 99%" in text and "97.5% of 40" in text
     met, text = verdict(None, missed)

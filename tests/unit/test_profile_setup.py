@@ -35,11 +35,13 @@ from autotune.profiling.study import open_study
 from autotune.profiling.timing import Meter, Schedule
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
+from autotune.workload.mix import Mix, Part
 from autotune.workload.traces import Trace, TraceRow
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
+from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
-from runtime.step_model import StepFeatures
+from runtime.step_model import StepFeatures, StepModel
 from tests.unit.profiled_machine import FACTS, Padded, machine, question, session
 from tests.unit.profiles import TARGETS
 
@@ -86,12 +88,25 @@ def test_the_default_slo_is_relaxed_only_where_it_must_be_and_says_so() -> None:
 
 
 def test_the_first_guess_has_its_step_within_tpot() -> None:
-    guess = fitted_knobs(FAST, TARGETS, rate=20, mean_output=25)
+    guess = fitted(FAST, TARGETS, 20, 25)
     assert FAST.predict(typical_step(guess.max_batch_size, guess.token_budget - guess.max_batch_size, 0)) < 1.6 * 0.05
     assert guess.chunk_size == guess.token_budget >= 2 * guess.max_batch_size
-    loose = fitted_knobs(FAST, SLO(ttft_ms=500, tpot_ms=500), rate=20, mean_output=25)
+    loose = fitted(FAST, SLO(ttft_ms=500, tpot_ms=500), 20, 25)
     assert loose.token_budget > guess.token_budget and loose.max_batch_size > guess.max_batch_size
-    assert fitted_knobs(Linear(base=1, per_prompt_token=1, per_decode=1), TARGETS, 1, 1).token_budget == 16
+    assert fitted(Linear(base=1, per_prompt_token=1, per_decode=1), TARGETS, 1, 1).token_budget == 16
+
+
+def test_the_first_guess_keeps_to_the_engine_s_ceilings() -> None:
+    """A minute a token asks for more slots than any engine has; the budget is that beside as many as this one has."""
+    patient, few = SLO(tpot_ms=60_000), KnobLimits(max_batch_size=64, token_budget=4096, chunk_size=4096)
+    assert fitted(FAST, patient, 100, 200).max_batch_size == KnobLimits().max_batch_size
+    assert fitted(FAST, patient, 100, 200, few) == Knobs(64, 0, 4096, 4096)
+    slow = Linear(base=0.0, per_prompt_token=0.0001, per_decode=0.01)
+    assert fitted(slow, SLO(tpot_ms=1000), 100, 200, few).token_budget == 2048, "beside 16,384 none would fit"
+
+
+def fitted(cost: StepModel, slo: SLO, rate: float, output: float, limits: KnobLimits | None = None) -> Knobs:
+    return fitted_knobs(cost, slo, rate, output, 0.0, limits or KnobLimits())
 
 
 def test_the_first_guess_fills_a_tile_where_a_begun_one_takes_longer() -> None:
@@ -100,7 +115,7 @@ def test_the_first_guess_fills_a_tile_where_a_begun_one_takes_longer() -> None:
             tokens = step.decodes + step.prefill_tokens
             return 0.005 + 0.00006 * tokens + 0.0002 * (-tokens % 256)
 
-    guess = fitted_knobs(Tiles(), TARGETS, rate=2, mean_output=25)
+    guess = fitted(Tiles(), TARGETS, 2, 25)
     assert guess.token_budget == 512  # of 300 tokens a step takes 65 ms, of 512 36 ms, of 1,024 66 ms
 
 
@@ -246,6 +261,21 @@ def test_longer_windows_are_promised_only_where_they_help(window_s: float, rate:
         _with_validation_seeds(cast(Any, SimpleNamespace(question=question(workload=few))), made)
 
 
+@pytest.mark.parametrize(
+    ("window_s", "ways"),
+    [(6.0, "a longer --budget with --fresh for longer windows, or a higher --rate"),
+     (Schedule.of(86400.0).window_s, "a higher --rate")],
+)  # fmt: skip
+def test_a_workload_without_an_end_may_be_too_seldom_too(window_s: float, ways: str) -> None:
+    made = draw_setup(
+        machine(), FACTS, parse_workload("fixed:rate=1,prompt=8,output=2"), Padded(), Alone(1.0, 0.5, 100), seed=0,
+        slo=TARGETS, rate=0.001, window_s=window_s, warmup_s=1.0,
+    )  # fmt: skip
+    asked = question(workload=parse_workload("fixed:rate=1,prompt=8,output=2"))
+    with pytest.raises(InputError, match=f"none falls into the window, .* after the start; give {ways}$"):
+        _with_validation_seeds(cast(Any, SimpleNamespace(question=asked)), made)
+
+
 def test_it_is_the_workload_s_where_that_says_it(tmp_path: Path) -> None:
     short = parse_workload("fixed:rate=50,prompt=8,output=2,limit=101")
     with pytest.raises(InputError, match=r"--workload: rate is 50, but fixed:.* lasts for at most 28\.57 requests/s"):
@@ -274,6 +304,11 @@ def test_a_replayed_trace_is_validated_under_one_seed_and_no_request_counts_twic
     rows = tuple(TraceRow(time=i / 20, prompt_tokens=40 + i % 7, output_tokens=6) for i in range(200))
     load = Workload("trace", "", Trace("a.csv", rows))
     assert alike_under(load, range(5), 0.5, 3.0) and not alike_under(parse_workload("azure-conv"), range(5), 0.5, 3.0)
+    binned = Workload("binned", "", Trace("a.csv", rows, bin_s=0.05))
+    assert alike_under(binned, range(5), 0.5, 3.0), "places inside bins are no other requests"
+    for share, alike in ((0.5, True), (0.4, False)):
+        parts = (Part("a", share, load), Part("b", 1 - share, parse_workload("azure-conv")))
+        assert alike_under(Workload("mix", "", Mix(parts, 20.0)), range(5), 0.5, 3.0) is alike
     found, _ = session(tmp_path / "a.journal", question(rate=20.0, workload=load))
     assert found.setup is not None and len(found.setup.validation_seeds) == 1
     validated = [run for run in found.runs if run.stage == "validation"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from autotune import save_profile
 from autotune.cli.main import run
 from autotune.cost.model import fit_cost_model
+from autotune.profile.fingerprint import affine_cpus
 from autotune.profile.parts import StepPoint
 from autotune.profiling.assemble import sure_of
 from autotune.profiling.findings import Findings
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_a_bad_fit_and_a_busy_machine_are_warnings() -> None:
-    cores = float(os.cpu_count() or 1)
+    cores = float(len(affine_cpus()))
     found = Findings(space=make_space(LIMITS), cost=h200())
     assert warnings(found) == ()
     found.others = [(10.0, 0.05 * cores), (10.0, 0.1 * cores)]
@@ -61,6 +61,7 @@ def test_an_engine_that_serves_far_beyond_what_was_measured_is_a_warning() -> No
     said = extrapolated(found)
     assert said is not None and said in warnings(found)
     assert "where 256 sequences decode over 409,600 tokens: the calibration saw 240 at most" in said
+    assert said.endswith("(a longer --budget with --fresh sees more)")
 
 
 def test_a_thin_calibration_is_a_warning_and_makes_the_choice_less_sure() -> None:
@@ -76,7 +77,7 @@ def test_a_thin_calibration_is_a_warning_and_makes_the_choice_less_sure() -> Non
     assert thin.startswith(
         "the calibration saw no batch of decodes, no prompt beside decodes, no chunk behind computed tokens"
     )
-    assert "no served load" in thin and "a longer --budget" in thin
+    assert "no served load" in thin and thin.endswith("(a longer --budget with --fresh sees more)"), "kept is kept"
     found.confidence = confidence(0.97, 0.01, None, 0.02, 3)
     made = sure_of(found)
     assert (

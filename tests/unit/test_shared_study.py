@@ -24,7 +24,7 @@ from autotune.profiling.storage import SharedStorage, hidden, without_passwords
 from autotune.profiling.study import SweepStudy, open_study, study_name
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
-from tests.unit.profiled_machine import FACTS, machine, question
+from tests.unit.profiled_machine import FACTS, machine, no_locks, question
 from tests.unit.simulating import note, noted
 
 IDENTITY = {"model": "tiny", "slo": "ttft=500ms"}
@@ -110,6 +110,68 @@ def test_who_began_before_and_has_not_said_what_it_measures_is_waited_for(
         claim(shared, {})  # and says nothing ever
         monkeypatch.setattr(studies, "_CLAIMED_WITHIN_S", 1.0)
         assert study.measured("b", lambda: {"by": "mine"}) == {"by": "mine"}
+
+
+def test_a_database_that_answers_too_slowly_is_given_up_and_stopping_is_asked_for(
+    shared: SharedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that comes late holds nothing, however often it is tried again."""
+    monkeypatch.setattr(studies, "_CLAIMED_WITHIN_S", 0.0)
+    asked: list[int] = []
+    with open_study(shared, IDENTITY) as study:
+        with pytest.raises(InputError) as caught:
+            study.measured("run/a", lambda: pytest.fail("not claimed"))
+        assert states(shared) == ["PRUNED"] * 5
+        with pytest.raises(Interrupted):
+            study.measured("run/a", dict, stop=lambda: bool(asked.append(1)) or len(asked) == 2)
+        assert states(shared) == ["PRUNED"] * 7
+        monkeypatch.undo()
+        assert study.measured("run/a", lambda: {"run": 1}) == {"run": 1}
+    told = str(caught.value)
+    assert told.startswith("--storage: study tiny in sqlite:///") and "answers too slowly (" in told
+    assert "s for a claim; it must be within 0 s)" in told and "\n" not in told
+
+
+def test_what_comes_before_a_claim_takes_none_of_its_time(
+    shared: SharedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signs of life of others are looked at before a trial begins, and parameters are kept behind the claim."""
+    told: list[str] = []
+    suggest = optuna.Trial.suggest_float
+
+    def noted(trial: optuna.Trial, name: str, *given: Any, **more: Any) -> float:
+        told.append(f"{name} behind {trial.user_attrs['key']}")
+        return suggest(trial, name, *given, **more)
+
+    monkeypatch.setattr(optuna.Trial, "suggest_float", noted)
+    with open_study(shared, IDENTITY) as study:
+        clock = iter(range(0, 10**6, 60))  # a minute from one look to the next
+        monkeypatch.setattr(studies.time, "monotonic", lambda: float(next(clock)))
+        monkeypatch.setattr(studies, "_LONGEST_S", 1e9)
+        assert study.measured("run/a", lambda: {"run": 1}, params={"rate": 2.0}) == {"run": 1}
+    assert told == ["rate behind run/a"]
+
+
+def test_a_study_of_any_name_has_its_place_in_the_queue(tmp_path: Path, shared: SharedStorage) -> None:
+    names = ("n" * 240, "a/b", "a-b", "ä b")
+    for name in names:
+        with open_study(SharedStorage.of(shared.url, name), IDENTITY) as study:
+            assert study.measured("a", lambda: {"run": 1}) == {"run": 1}
+    assert len({studies._turn_of(name) for name in names}) == len(names)
+
+
+def test_a_temporary_folder_without_locks_is_named(shared: SharedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_study(shared, IDENTITY) as study:
+        no_locks(monkeypatch)
+        with pytest.raises(InputError, match=r"\.turn: this file system has no locks \(Func.*; set TMPDIR to"):
+            study.measured("a", lambda: {"run": 1})
+        monkeypatch.undo()
+        monkeypatch.setattr(studies, "_turn_of", lambda name: Path("/no/such/folder/a.turn"))
+    with (
+        pytest.raises(InputError, match=r"a\.turn: cannot be written \(No such file"),
+        open_study(shared, IDENTITY) as study,
+    ):
+        study.measured("a", lambda: {"run": 1})
 
 
 def signs_of_life(shared: SharedStorage) -> int:
@@ -264,6 +326,8 @@ def test_other_questions_have_other_names_or_are_refused(shared: SharedStorage) 
         ("postgresql://me:secret@db", "names no database"),
         ("postgresql://me:p@secret@db/x", "write an @ within a password as %40"),
         ("sqlite://", "names no database"),
+        ("sqlite:///:memory:", "is in memory, which ends with the process; write sqlite:///FILE"),
+        ("sqlite:///file:a?mode=memory&uri=true", "is in memory"),
         ("postgresql://me:secret@db:notaport/x", "not the address of a database"),
         ("postgresql://me:secret@db:/x", "not the address of a database"),
         ("postgresql://me:secret@[::1/x", "not the address of a database"),
@@ -283,6 +347,10 @@ def test_the_password_is_never_shown() -> None:
         pass
     assert "s3cret" not in str(caught.value) and "127.0.0.1" in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.__cause__ is None
+    short = SharedStorage.of("postgres://me:o@127.0.0.1:1/x", "name")
+    with pytest.raises(InputError, match=r"cannot be used: .*connection") as caught, open_study(short, IDENTITY):
+        pass
+    assert ":o@" not in str(caught.value), "nor one of a letter, which words of any text hold"
     given = (
         "profile --storage postgresql://me:s3cret@db/x --storage=postgres://me:s:3@cret@db/x a@b sqlite:///x.db "
         "postgresql://db/x?password=s3cret&user=me"

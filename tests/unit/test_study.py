@@ -16,6 +16,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from autotune.profiling.study import SweepStudy, differences, open_study
 from runtime.errors import InputError
+from tests.unit.profiled_machine import no_locks
 
 IDENTITY = {"model": {"name": "tiny", "dtype": "bfloat16"}, "slo": None, "seed": 0}
 
@@ -162,6 +163,16 @@ def test_only_one_process_has_it_open(journal: Path) -> None:
     with open_study(journal, IDENTITY):
         pass
     assert [p.name for p in journal.parent.iterdir()] == ["a.journal"]
+
+
+def test_a_file_system_without_locks_is_named(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_locks(monkeypatch)
+    with pytest.raises(InputError) as caught, open_study(journal, IDENTITY):
+        pass
+    assert str(caught.value) == (
+        f"{journal}: this file system has no locks (Function not implemented); put --out, or --study, on a local disk"
+    )
+    assert not journal.exists()
 
 
 def test_files_that_are_no_studies(journal: Path, tmp_path: Path) -> None:
@@ -330,6 +341,16 @@ def test_a_finished_study_goes_on_only_if_more_is_asked(
 
 def test_differences_of_equals() -> None:
     assert differences(IDENTITY, dict(IDENTITY)) == []
+
+
+def test_what_a_study_from_before_does_not_say_is_not_compared() -> None:
+    """Studies of the same version began without CPU features and versions of other software."""
+    before = {"machine": {"cpu": "A CPU"}, "seed": 0}
+    now = {"machine": {"cpu": "A CPU", "flags": ["sve2"]}, "seed": 0, "torch": "2.13", "transformers": "5"}
+    assert differences(before, now) == differences(now, before) == []
+    assert differences(before, now | {"seed": 1}) == ["seed was 0, is now 1"]
+    other = now | {"torch": "2.14", "machine": {"cpu": "A CPU", "flags": ["sve"]}}
+    assert differences(now, other) == ["machine.flags was ['sve2'], is now ['sve']", "torch was 2.13, is now 2.14"]
 
 
 def test_more_simulated_trials_extend_a_finished_study(journal: Path) -> None:

@@ -175,9 +175,11 @@ def _with_validation_seeds(context: Context, setup: Setup) -> Setup:
     if alike_under(load, seeds, *window):  # a replayed trace: met six times, its requests are no six samples
         seeds = seeds[:1]
     if (empty := next((seed for seed in seeds if not in_window(load, seed, *window)), None)) is not None:
-        ways = "another --rate or a longer trace"
-        if setup.window_s < LONGEST_WINDOW_S and any(a.time >= sum(window) for a in load.arrivals(empty)):
-            ways = "a longer --budget with --fresh for longer windows, another --rate, or a longer trace"
+        ways = "another --rate or a longer trace" if load.finite else "a higher --rate"
+        later = not load.finite or any(a.time >= sum(window) for a in load.arrivals(empty))
+        if setup.window_s < LONGEST_WINDOW_S and later:
+            others = "another --rate, or a longer trace" if load.finite else "or a higher --rate"
+            ways = f"a longer --budget with --fresh for longer windows, {others}"
         raise InputError(
             f"{load.name}: at {setup.rate:g} requests/s none falls into the window, {setup.warmup_s:g} to {sum(window):g} s "
             f"after the start; give {ways}"

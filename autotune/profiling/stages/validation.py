@@ -148,7 +148,7 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         worth = self._objective.worth
         with self._context.meter.simulating():
             paired = [worth(one.paired(run).score) for one in around(self._context, self._setup)]
-        full = self._objective.name == "goodput" and run.score.met == run.score.offered
+        full = self._objective.name == "goodput" and run.score.met == run.score.offered > 0
         return Observation(index, worth(run.score) - sum(paired) / len(paired), full)
 
     # -- what is measured next --------------------------------------------------------------------------------------------
@@ -282,6 +282,9 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         each = len(mine)
         counted = count_noise(sum(p.met for p in mine.values()) // each, sum(p.offered for p in mine.values()) // each)
         found.noise = max(repeats or 0.0, counted) if by_goodput else repeats or 0.0
+        if not any(p.offered for p in mine.values()):  # their windows were empty
+            found.confidence = None
+            return
         choice = self._choice()
         chosen = self._candidates[choice].setting
         worse = [s for s in mine if s != chosen and found.measured_worse(s, chosen)]
@@ -297,7 +300,7 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
             found.noise if by_goodput else shown or 0.0,
             len(posterior.measured),
             unbeaten=sure.unbeaten if len(objective.equals(mine, chosen, found.expected, found.noise)) > 1 else None,
-            full=by_goodput and all(p.met == p.offered for p in mine.values()),
+            full=by_goodput and all(p.met == p.offered > 0 for p in mine.values()),
             near=sum(p is not best and p.attainment_high >= best.attainment_low for p in mine.values())
             if by_goodput
             else 0,
