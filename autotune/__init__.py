@@ -63,17 +63,18 @@ def control(
 ) -> Control:
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
-    ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken, if it was made
-    for one.
+    ``slo`` becomes the engine's, unless the controller only observes; without it the engine's own (class ``default``) is kept, or
+    the profile's taken, if it was made for one.
     ``profile``: a profile (a file, or the name of a shipped one) whose knobs to start from, and whose step times to begin
     with (for a batcher: the knobs, from the profile of a callable); one of another machine or model is a start all the same,
     with a warning. ``observe_only`` recommends in the log and sets nothing. ``admission``: True ends requests that can no
     longer meet their TTFT target, and orders those that wait by deadline, while the controller is attached; an
-    :class:`~runtime.llm.admission.AdmissionPolicy` says more exactly what; None leaves it to the engine. ``bounds`` and
-    ``pinned`` are the operator's bounds on single knobs: (least, most), and the one value allowed. ``log``: a JSONL file of
-    decisions, appended to. ``interval_s``: seconds on the engine's clock from one decision about the knobs to the next, above
-    0. ``controller``: the name of one, or one of your own; None: ``predictive``, and for a batcher ``batching``. ``steer``:
-    open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path given.
+    :class:`~runtime.llm.admission.AdmissionPolicy` says more exactly what; False ends none meanwhile; None leaves it to the
+    engine. ``bounds`` and ``pinned`` are the operator's bounds on single knobs: (least, most), and the one value allowed.
+    ``log``: a JSONL file of decisions, appended to. ``interval_s``: seconds on the engine's clock from one decision about the
+    knobs to the next, above 0. ``controller``: the name of one, or one of your own, which no other engine has; None:
+    ``predictive``, and for a batcher ``batching``. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``,
+    in a private directory or at the path given.
 
     Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine, ``ValueError`` or
     :class:`~runtime.errors.InputError` for input that cannot be used.

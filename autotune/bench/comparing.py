@@ -3,14 +3,16 @@
 Intervals are 95% percentile bootstraps on two levels: rounds are drawn with replacement, and within each drawn round blocks
 of a few seconds, since requests of a burst are late together (Künsch 1989; Davison and Hinkley 1997, 3.8 for the levels).
 All contenders of a round are resampled with the *same* draws, so a difference is that of what met the same arrivals at the
-same time of the workload. With two or three rounds an interval is rather too narrow than too wide.
+same time of the workload. Where rounds repeat requests (a trace), all rounds of a resample take the *same* blocks, too, since a
+request met ten times is no ten requests (rounds and blocks are crossed: the pigeonhole bootstrap, Owen 2007). With two or three
+rounds an interval is rather too narrow than too wide.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +21,9 @@ from autotune.bench.contenders import Contender
 from autotune.bench.running import Outcome, Result
 
 BLOCK_S = 4.0
+_MOST_BLOCKS = 500  # of a round; those of longer rounds last longer
 _RESAMPLES = 2000
-_AT_ONCE = 1 << 22  # values of resamples, lest those of a long run fill the memory
+_AT_ONCE = 1 << 22  # numbers of resamples, lest those of many rounds fill the memory
 _SHARES = (0.5, 0.99)
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
 
@@ -88,27 +91,36 @@ class Difference(NamedTuple):
 
 
 class PairedComparison:
-    """All that was measured, by contender in order of first appearance."""
+    """All that was measured, by contender in order of first appearance.
 
-    def __init__(self, results: Sequence[Result], duration: float) -> None:
+    ``repeated``: whether rounds hold the same requests, all or some of them. Without ``intervals`` values alone are found, at
+    once.
+    """
+
+    def __init__(
+        self, results: Sequence[Result], duration: float, *, repeated: bool = False, intervals: bool = True
+    ) -> None:
         if not results:
             raise ValueError("nothing was measured, so there is nothing to compare")
         self.results = tuple(results)
         self.duration = duration
+        self.repeated = repeated
         self.contenders = tuple(dict.fromkeys(result.turn.contender for result in results))
-        self._blocks = max(1, round(duration / BLOCK_S))
+        self.intervals = intervals
+        self._blocks = min(_MOST_BLOCKS, max(1, round(duration / BLOCK_S)))
         rounds = sorted({result.turn.round for result in results})
         rng = np.random.default_rng(0)  # the same turns give the same intervals
         # which rounds, and which of their blocks, each resample takes; drawn once, for all contenders alike
         self._rounds = rounds
         self._drawn = rng.random(size=(_RESAMPLES, len(rounds)))
         self._summaries: dict[Contender, ContenderSummary] = {}
-        self._picked = rng.integers(0, self._blocks, size=(_RESAMPLES, len(rounds), self._blocks))
+        self._differences: dict[tuple[Contender, Contender], Difference | None] = {}
+        self._picked = rng.integers(0, self._blocks, size=(_RESAMPLES, 1 if repeated else len(rounds), self._blocks))
 
     @property
     def has_intervals(self) -> bool:
         """Whether there is more than one block to draw from, and so anything to say of how sure a value is."""
-        return len(self._rounds) * self._blocks > 1
+        return self._has_intervals(len(self._rounds))
 
     def of(self, contender: Contender) -> list[Result]:
         return [result for result in self.results if result.turn.contender == contender]
@@ -142,6 +154,11 @@ class PairedComparison:
 
     def difference(self, one: Contender, other: Contender) -> Difference | None:
         """None when no round has both."""
+        if (one, other) not in self._differences:
+            self._differences[one, other] = self._difference(one, other)
+        return self._differences[one, other]
+
+    def _difference(self, one: Contender, other: Contender) -> Difference | None:
         mine, theirs = ({r.turn.round: r for r in self.of(c)} for c in (one, other))
         both = [r for r in self._rounds if r in mine and r in theirs]
         if not both:
@@ -157,15 +174,20 @@ class PairedComparison:
             other.name,
             len(both),
             self._estimate(len(both), shares[0] - shares[1], samples[0] - samples[1]),
-            self._estimate(len(both), _ratio(shares[0], shares[1]), _over(samples[0], samples[1])),
+            self._estimate(len(both), _ratio(shares[0], shares[1]), _over(samples[0], samples[1]), method="nearest"),
         )
 
-    def _draws(self, rounds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices into a table [round, block], of every resample of that many rounds; they broadcast."""
-        return (self._drawn[:, :rounds, None] * rounds).astype(np.int64), self._picked[:, :rounds]
+    def _has_intervals(self, rounds: int) -> bool:
+        return self.intervals and (1 if self.repeated else rounds) * self._blocks > 1
+
+    def _draws(self, rounds: int, some: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Indices into a table [round, block], of ``some`` resamples of that many rounds; they broadcast."""
+        return (self._drawn[some, :rounds, None] * rounds).astype(np.int64), self._picked[some, :rounds]
 
     def _sums(self, results: Sequence[Result]) -> tuple[Floats, Floats]:
         """(met, offered) of each resample."""
+        if not self._has_intervals(len(results)):
+            return np.full(_RESAMPLES, np.nan), np.full(_RESAMPLES, np.nan)
         table = np.zeros((len(results), self._blocks, 2))
         for row, result in enumerate(results):
             for outcome in result.outcomes:
@@ -175,7 +197,7 @@ class PairedComparison:
 
     def _percentiles(self, results: Sequence[Result], metric: str) -> tuple[Estimate, Estimate]:
         found = [
-            (value, row, self._block(outcome))
+            (value, row * self._blocks + self._block(outcome))
             for row, result in enumerate(results)
             for outcome in result.outcomes
             if (value := getattr(outcome, metric)) is not None
@@ -184,30 +206,52 @@ class PairedComparison:
             nothing = Estimate(math.nan, math.nan, math.nan)
             return nothing, nothing
         found.sort()
-        values, rows, blocks = (np.array(column) for column in zip(*found, strict=True))
-        times = np.zeros((_RESAMPLES, len(results), self._blocks), np.int32)  # that each block was drawn
-        np.add.at(times, (np.arange(_RESAMPLES)[:, None, None], *self._draws(len(results))), 1)
-        samples = np.full((2, _RESAMPLES), np.nan)
-        together = max(1, _AT_ONCE // len(values))
-        for begin in range(0, _RESAMPLES, together):
-            some = slice(begin, begin + together)
-            reached = np.cumsum(times[some, rows, blocks], axis=1)  # values drawn up to each, in ascending order
-            total = reached[:, -1]
-            for q, found_at in zip(_SHARES, samples, strict=True):
-                wanted = np.maximum(1, np.ceil(q * total))
-                found_at[some] = np.where(total > 0, values[(reached >= wanted[:, None]).argmax(axis=1)], np.nan)
+        values, cells = (np.array(column) for column in zip(*found, strict=True))
         median, tail = (
-            self._estimate(len(results), float(values[max(0, math.ceil(q * len(values)) - 1)]), found_at)
-            for q, found_at in zip(_SHARES, samples, strict=True)
+            self._estimate(len(results), float(values[max(0, math.ceil(q * len(values)) - 1)]), samples)
+            for q, samples in zip(_SHARES, self._quantiles(len(results), values, cells), strict=True)
         )
         return median, tail
 
-    def _estimate(self, rounds: int, value: float, samples: Floats) -> Estimate:
-        """``value`` with the interval of its resamples; with none where all of them are the same block."""
-        known = samples[np.isfinite(samples)]
-        if not len(known) or rounds * self._blocks < 2:
+    def _quantiles(self, rounds: int, values: Floats, cells: NDArray[np.int64]) -> Floats:
+        """Each of :data:`_SHARES` of every resample, by nearest rank. ``values`` ascend; ``cells``: round · blocks + block.
+
+        A resample draws a cell so many ``times``. Values are counted by stretches of some hundred first, and one by one only in
+        the stretch that holds the quantile.
+        """
+        samples = np.full((len(_SHARES), _RESAMPLES), np.nan)
+        if not self._has_intervals(rounds):
+            return samples
+        width, count = math.isqrt(len(values)) + 1, rounds * self._blocks
+        stretches = np.arange(len(values)) // width
+        held = np.zeros((count, stretches[-1] + 1))  # values of each cell in each stretch
+        np.add.at(held, (cells, stretches), 1.0)
+        together = max(1, _AT_ONCE // count)
+        for begin in range(0, _RESAMPLES, together):
+            some = slice(begin, min(begin + together, _RESAMPLES))
+            round_of, block = self._draws(rounds, some)
+            drawn = np.arange(len(block))[:, None, None] * count + round_of * self._blocks + block
+            times = np.bincount(drawn.ravel(), minlength=len(block) * count).reshape(len(block), count)
+            reached = np.cumsum(times @ held, axis=1)
+            for q, found in zip(_SHARES, samples, strict=True):
+                wanted = np.maximum(1, np.ceil(q * reached[:, -1]))
+                stretch = (reached >= wanted[:, None]).argmax(axis=1)
+                before = np.where(stretch > 0, reached[np.arange(len(block)), stretch - 1], 0)
+                places = np.minimum(stretch[:, None] * width + np.arange(width), len(values) - 1)
+                within = before[:, None] + np.cumsum(np.take_along_axis(times, cells[places], axis=1), axis=1)
+                at = places[np.arange(len(block)), (within >= wanted[:, None]).argmax(axis=1)]
+                found[some] = np.where(reached[:, -1] > 0, values[at], np.nan)
+        return samples
+
+    def _estimate(
+        self, rounds: int, value: float, samples: Floats, *, method: Literal["linear", "nearest"] = "linear"
+    ) -> Estimate:
+        """``value`` with the interval of its resamples; with none where all of them are the same block. ``nearest``: of what may
+        be infinite."""
+        known = samples[~np.isnan(samples)]
+        if not len(known) or not self._has_intervals(rounds):
             return Estimate(value, math.nan, math.nan)
-        low, high = np.percentile(known, [2.5, 97.5])
+        low, high = np.percentile(known, [2.5, 97.5], method=method)
         return Estimate(value, float(low), float(high))
 
     def _block(self, outcome: Outcome) -> int:
@@ -220,12 +264,13 @@ def _weighed(outcomes: Sequence[Outcome]) -> tuple[float, float]:
 
 
 def _over(above: Floats, below: Floats) -> Floats:
-    quotient: Floats = np.divide(above, below, out=np.full(len(above), np.nan), where=below > 0)
+    """Infinite where ``below`` alone is 0, NaN where both are."""
+    quotient: Floats = np.divide(above, below, out=np.where(above > 0, math.inf, math.nan), where=below > 0)
     return quotient
 
 
 def _ratio(above: float, below: float) -> float:
-    return above / below if below else math.nan
+    return above / below if below else math.inf if above else math.nan
 
 
 def _json(estimate: Estimate) -> dict[str, float | None]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.engines import Engine
 from autotune.profile import ModelFacts, Profile
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import rounded
 from autotune.profiling.steps import measure_steps
-from autotune.workload import Workload, at_length_scale, named_rate, parse_workload
+from autotune.workload import Workload, at_length_scale, cuts_in_words, named_rate, parse_workload
 from runtime.errors import InputError
 from runtime.slo import SLO, RequestClass
 
@@ -18,11 +18,17 @@ SHARE = 0.8
 """Offered load, in units of what a full engine serves, when no rate is given: high, and yet it can be served."""
 
 CALIBRATE_S = 8.0
+_OFF = 0.1  # relative difference of two rates that is said
+_LOOKED_AT = 50  # requests, for whether a seed changes any
 
 
 @dataclass(frozen=True)
 class BenchLoad:
-    """``workload`` is scaled to the machine and at its rate. ``slo_from`` and ``rate_from`` say who chose them."""
+    """``workload`` is scaled to the machine and at its rate. ``slo_from`` and ``rate_from`` say who chose them.
+
+    ``cuts``: how many requests are shorter than they were to be, in words; ``offered_rate``: requests/s in the turns planned,
+    None before :meth:`planned`.
+    """
 
     spec: str
     workload: Workload
@@ -30,6 +36,34 @@ class BenchLoad:
     slo_from: str
     rate_from: str
     classes: tuple[RequestClass, ...] = ()
+    cuts: str = ""
+    offered_rate: float | None = None
+
+    @property
+    def repeated(self) -> bool:
+        """Whether rounds hold the same requests, all of them or those of a trace in a mix."""
+        return self.workload.repeated(limit=_LOOKED_AT) > 0
+
+    def at(self, why: str = "") -> str:
+        """``3 req/s``; where the turns offer another rate, ``3 req/s in the long run, 12 in these turns``. ``why``: the mean."""
+        return f"{self.workload.rate:.3g} req/s{why}{self._in_these_turns}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What figures of these turns are read with, a clause each."""
+        rates = f"requests come at {self.at()}" if self._in_these_turns else ""
+        return tuple(clause for clause in (rates, self.cuts) if clause)
+
+    @property
+    def _in_these_turns(self) -> str:
+        if self.offered_rate is None or abs(self.offered_rate / self.workload.rate - 1) <= _OFF:
+            return ""
+        return f" in the long run, {self.offered_rate:.3g} in these turns"
+
+    def planned(self, seed: int, rounds: int, duration: float) -> BenchLoad:
+        """The same that knows the rate of these turns: one that begins in a burst offers more than the workload's mean."""
+        sent = sum(1 for number in range(rounds) for _ in self.workload.arrivals(seed + number, duration=duration))
+        return replace(self, offered_rate=sent / (rounds * duration))
 
 
 def of_profile(
@@ -45,9 +79,11 @@ def of_profile(
     facts = profile.workload
     longest = min(model.max_model_len, engine.facts.kv_tokens)
     cap_output = min(facts.cap_output or longest, max(1, longest // 4))
-    scaled = at_length_scale(parse_workload(spec or facts.spec), facts.length_scale).scaled(
-        cap_prompt=min(facts.cap_prompt or longest, longest - cap_output), cap_output=cap_output
-    )
+    whole = at_length_scale(parse_workload(spec or facts.spec), facts.length_scale)
+    scaled = whole.scaled(cap_prompt=min(facts.cap_prompt or longest, longest - cap_output), cap_output=cap_output)
+    if spec is None or spec.strip() == facts.spec:
+        whole = whole.scaled(cap_prompt=facts.cap_prompt, cap_output=facts.cap_output)
+    cuts = cuts_in_words(scaled, whole)
     chosen = rate or _own_rate(spec)
     return BenchLoad(
         spec=spec or facts.spec,
@@ -56,6 +92,7 @@ def of_profile(
         slo_from="given" if slo else "the profile's",
         rate_from="given" if chosen else "the profile's",
         classes=tuple(classes) or profile.classes,
+        cuts=f"{cuts}, the most that the profile and this engine leave room for" if cuts else "",
     )
 
 
@@ -117,6 +154,7 @@ def calibrated(
     scaled = setup.apply(workload)
     if scaled.finite:
         most = min(most, scaled.rate * _shortest(scaled, seed, rounds) * (1 - 1e-3) / duration)
+    cuts = cuts_in_words(scaled, replace(scaled, cap_prompt=workload.cap_prompt, cap_output=workload.cap_output))
     why = f"{SHARE:.0%} of what fills the engine"
     if wanted > most:
         why = f"the most that can be offered; {wanted:.3g} would be {why}"
@@ -127,4 +165,5 @@ def calibrated(
         slo_from=setup.slo_from,
         classes=tuple(classes),
         rate_from="given" if given else why,
+        cuts=f"{cuts}, the most that this engine leaves room for" if cuts else "",
     )

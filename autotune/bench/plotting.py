@@ -16,7 +16,7 @@ from autotune.report.section import Section
 from autotune.writing import writable
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 
 MOST = 6
 """Contenders drawn; more lines cannot be told apart."""
@@ -32,10 +32,19 @@ def check(path: Path, option: str = "--out", suffixes: Sequence[str] = (".html",
     return path
 
 
-def render(comparison: PairedComparison, slo: SLO, title: str, *, shown: Sequence[Contender] = ()) -> bytes:
+def render(
+    comparison: PairedComparison,
+    slo: SLO,
+    title: str,
+    *,
+    classes: Sequence[RequestClass] = (),
+    shown: Sequence[Contender] = (),
+    notes: Sequence[str] = (),
+) -> bytes:
     """The page, which needs nothing from elsewhere; the same comparison gives the same bytes.
 
-    ``shown``: which contenders to draw (at most :data:`MOST`); those that were measured first unless given.
+    ``classes``: those with an SLO of their own, of which no target is drawn; ``shown``: which contenders to draw (at most
+    :data:`MOST`), those that were measured first unless given; ``notes``: sentences below.
     """
     drawn = tuple(shown or comparison.contenders)[:MOST]
     outcomes = {c.name: [o for result in comparison.of(c) for o in result.outcomes] for c in drawn}
@@ -43,11 +52,16 @@ def render(comparison: PairedComparison, slo: SLO, title: str, *, shown: Sequenc
     plots = [attainment("attainment", outcomes, comparison.duration)]
     if last is not None:
         plots.append(knobs("knobs", last, comparison.duration))
-    plots.append(_distribution("ttft", outcomes, "ttft_ms", "TTFT", slo.ttft_ms))
-    plots.append(_distribution("tpot", outcomes, "tpot_ms", "TPOT", slo.tpot_ms))
-    notes = () if last is not None else ("No controller was compared.",)
+    plots.append(_distribution("ttft", outcomes, "ttft_ms", "TTFT", None if classes else slo.ttft_ms))
+    plots.append(_distribution("tpot", outcomes, "tpot_ms", "TPOT", None if classes else slo.tpot_ms))
+    said = [*notes]
+    if classes:
+        own = "; ".join(str(one) for one in classes)
+        said.append(f"Each request is judged by the SLO of its class, so no target is drawn: {own}; any other: {slo}.")
+    if last is None:
+        said.append("No controller was compared.")
     names = ", ".join(outcomes)
-    return page(title, [Section("comparison", "Comparison", names, plots=tuple(plots), notes=notes)])
+    return page(title, [Section("comparison", "Comparison", names, plots=tuple(plots), notes=tuple(said))])
 
 
 def page(title: str, sections: Sequence[Section]) -> bytes:

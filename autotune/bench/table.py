@@ -12,7 +12,7 @@ from rich.text import Text
 from autotune.bench.comparing import METRICS, Difference, Estimate, PairedComparison
 from autotune.bench.contenders import Contender
 from autotune.report.tables import Detail, empty_table, fullest
-from autotune.report.wording import lateness
+from autotune.report.wording import lateness, sentence
 from runtime.slo import SLO, RequestClass
 
 
@@ -23,30 +23,42 @@ def show(
     *,
     baseline: Contender,
     classes: Sequence[RequestClass] = (),
+    notes: Sequence[str] = (),
 ) -> None:
-    """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals; and that requests
-    were sent late, if it matters."""
+    """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals; ``notes`` on the
+    load; and that requests were sent late, if it matters."""
     console.print(fullest(lambda detail: _summaries(comparison, baseline, detail), console.width))
     if classes:
         console.print(_by_class(comparison, classes))
-    rounds = max(comparison.summary(c).rounds for c in comparison.contenders)
-    certainty = (
-        f"[low–high] is the 95% interval over {rounds} round{'' if rounds == 1 else 's'}"
-        if comparison.has_intervals
-        else f"One round of {comparison.duration:g} s has no intervals: more --rounds or a longer --duration has"
-    )
     by = "its class's SLO, each counted by the weight of its class" if classes else f"SLO {slo}"
     console.print(
-        f"{by}: the share of requests that met every target. {certainty}; latencies in ms.",
+        f"{by}: the share of requests that met every target. {certainty(comparison)}; latencies in ms."
+        + "".join(f" {sentence(text)}" for text in notes),
         style="dim",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
     late = max(result.score.lateness_p99_ms for result in comparison.results)
-    targets = [held.ttft_ms for held in (slo, *(one.slo for one in classes)) if held.ttft_ms is not None]
-    if (said := lateness(late, min(targets, default=None))) is not None:
+    if (said := lateness(late, slo, *(one.slo for one in classes))) is not None:
         console.print(said, style="yellow", highlight=False, soft_wrap=True)
+
+
+def certainty(comparison: PairedComparison) -> str:
+    """What the intervals are, or why there are none."""
+    rounds = max(comparison.summary(c).rounds for c in comparison.contenders)
+    if not comparison.intervals:
+        return "Intervals are left out, as the comparison was stopped"
+    once = comparison.repeated and rounds > 1
+    if comparison.has_intervals:
+        counted = f"{rounds} round{'' if rounds == 1 else 's'}"
+        return f"[low–high] is the 95% interval over {counted}" + (
+            ", and requests that every round repeats count once" if once else ""
+        )
+    if once:
+        return f"Rounds of {comparison.duration:g} s of the same requests have no intervals: a longer --duration has"
+    longer = "a longer --duration has" if comparison.repeated else "more --rounds or a longer --duration has"
+    return f"One round of {comparison.duration:g} s has no intervals: {longer}"
 
 
 def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail) -> Table:

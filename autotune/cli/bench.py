@@ -12,6 +12,7 @@ from typer import Option
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.options import (
+    WORKLOADS,
     AsJsonOfARun,
     Controller,
     Cpu,
@@ -66,7 +67,7 @@ def bench(
     engine_args: EngineArguments = None,
     workload: Annotated[
         str | None,
-        Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's, or azure-conv)"),
+        Option(help=f"{WORKLOADS}  (default: the profile's, or azure-conv)"),
     ] = None,
     slo: Annotated[
         str | None,
@@ -84,7 +85,11 @@ def bench(
     duration: Annotated[str, Option(help="How long requests arrive in each turn: 30s or 2m.")] = "30s",
     rounds: Annotated[
         int,
-        Option(min=1, max=1000, help="How many turns each contender has; each round has different arrivals."),
+        Option(
+            min=1,
+            max=1000,
+            help="How many turns each contender has; each round has other requests, but for those of a trace.",
+        ),
     ] = 3,
     fixed: Annotated[
         list[str] | None,
@@ -241,8 +246,9 @@ def bench(
             found_load = run.load(workload, target, rate, given, with_classes)
             if found_load is not None:
                 check_lasts(found_load.workload, seed, rounds, length)
+                found_load = found_load.planned(seed, rounds, length)
                 run.measure(found_load)
-    return _finish(run, found_load, out, as_json)
+        return _finish(run, found_load, out, as_json)
 
 
 class _Run:
@@ -264,6 +270,8 @@ class _Run:
         self.engine, self.facts, self.contenders = engine, facts, contenders
         self.duration, self.rounds, self.seed = duration, rounds, seed
         self.console, self.stop = console, stop
+        self.crowding: str | None = None
+        """That other programs were busy while turns were measured, if so."""
         self.results: list[Result] = []
         self.failures: list[Failure] = []
 
@@ -306,12 +314,14 @@ class _Run:
     def measure(self, load: BenchLoad) -> None:
         from autotune.bench import Failure, measure, turns
         from autotune.cli.display import print_as_is
+        from autotune.profile.fingerprint import OtherWork
+        from autotune.profiling.warnings import crowding
 
         planned = turns(self.contenders, self.rounds, self.seed)
         print_as_is(self.console, self._head(load))
         display = self._display()
         display.stage("measuring")
-        begun, done = time.monotonic(), 0
+        begun, done, work = time.monotonic(), 0, OtherWork()
         options: dict[str, Any] = {
             "vocab_size": self.facts.vocab_size,
             "duration": self.duration,
@@ -332,7 +342,37 @@ class _Run:
                 self._say(display, done, planned, begun, name)
             display.stage_done(f"{done}/{len(planned)}", "")
         finally:
+            self.crowding = crowding(work.cores())
             display.close()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the figures worth less."""
+        return [] if self.crowding is None else [self.crowding]
+
+    def compare(self, load: BenchLoad) -> tuple[PairedComparison, bool]:
+        """What was measured, compared, and whether Ctrl-C said to leave the intervals out."""
+        from autotune.bench import PairedComparison
+        from autotune.cli.interrupt import stop_on_interrupt
+
+        found = PairedComparison(self.results, self.duration, repeated=load.repeated)
+        display = self._display()
+        display.stage("comparing")
+        try:
+            with stop_on_interrupt() as stop:
+                total = len(found.contenders)
+                for done, contender in enumerate(found.contenders):
+                    display.progress(done / total, f"{done}/{total}", contender.name, None)
+                    found.summary(contender)
+                    found.difference(contender, self.contenders[0])
+                    if stop.is_set():
+                        break
+            display.stage_done("", "")
+        finally:
+            display.close()
+        if stop.is_set():
+            found = PairedComparison(self.results, self.duration, repeated=load.repeated, intervals=False)
+        return found, stop.is_set()
 
     def _say(self, display: Display, done: int, planned: list[Any], begun: float, note: str) -> None:
         each = (time.monotonic() - begun) / done if done else self.duration + 1
@@ -350,32 +390,40 @@ class _Run:
         lengths = f", {scaled}" if scaled else ""
         classes = "".join(f"class {one}\n" for one in load.classes)
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
-        rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")
+        rate = load.at("" if load.rate_from == "given" else f" ({load.rate_from})")
         return (
             f"model {self.facts.name} ({self.facts.dtypes}) · workload {load.spec}{lengths} · {rate}\n"
             f"SLO {load.slo}{why}\n{classes}"
             f"{self.rounds} round{'' if self.rounds == 1 else 's'} of {', '.join(c.name for c in self.contenders)}; "
-            f"{self.duration:g} s a turn" + (f"; control is {self.controller}" if self.controller else "")
+            f"{self.duration:g} s a turn"
+            + (f"; control is {self.controller}" if self.controller else "")
+            + (f"\nwarning: {load.cuts}" if load.cuts else "")
         )
 
 
 def _finish(run: _Run, load: BenchLoad | None, out: Path | None, as_json: bool) -> int:
-    from autotune.bench import PairedComparison, plotting
+    from autotune.bench import plotting
     from autotune.bench.table import show
+    from autotune.report.wording import sentence
     from autotune.writing import write_whole
 
     stopped = run.stop.is_set()
     if load is None or not run.results:
         run.console.print("stopped before the first turn was done" if stopped else "nothing could be measured")
         return INTERRUPTED if stopped else FELL_SHORT
-    comparison = PairedComparison(run.results, run.duration)
+    comparison, hurried = run.compare(load)
+    stopped = stopped or hurried
     baseline = run.contenders[0]
-    show(comparison, load.slo, run.console, baseline=baseline, classes=load.classes)
+    show(comparison, load.slo, run.console, baseline=baseline, classes=load.classes, notes=load.notes)
+    for warning in run.warnings:
+        run.console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
     if as_json:  # ahead of the page, which a disk may not take
         print(json.dumps(_shape(run, load, comparison, baseline, stopped)))
     if out is not None:
-        title = f"{run.facts.name}, {load.spec} at {load.workload.rate:.3g} req/s, SLO {load.slo}"
-        write_whole(out, plotting.render(comparison, load.slo, title))
+        judged = "the SLO of each class" if load.classes else f"SLO {load.slo}"
+        title = f"{run.facts.name}, {load.spec} at {load.at()}, {judged}"
+        notes = [sentence(text) for text in (*load.notes, *run.warnings)]
+        write_whole(out, plotting.render(comparison, load.slo, title, classes=load.classes, notes=notes))
         run.console.print(f"plot  {out}", markup=False, highlight=False)
     if stopped or len(run.results) < run.planned:
         measured = f"{len(run.results)} of {run.planned} turns were measured"
@@ -400,10 +448,15 @@ def _shape(
         "workload": load.spec,
         **length_scale_as_data(load.workload),
         "rate": load.workload.rate,
+        "offered_rate": load.offered_rate,
+        "cap_prompt": load.workload.cap_prompt,
+        "cap_output": load.workload.cap_output,
+        "warnings": [*([load.cuts] if load.cuts else []), *run.warnings],
         "slo": str(load.slo),
         "classes": [str(one) for one in load.classes],
         "controller": run.controller or "predictive",
         "duration_s": run.duration,
+        "repeated": load.repeated,
         "seed": run.seed,
         "contenders": [comparison.summary(c).as_dict() for c in comparison.contenders],
         "differences": [d.as_dict() for d in differences if d is not None],

@@ -88,14 +88,18 @@ def capacity(
         top = max(shown, key=lambda one: one.worth) if best is None else best.setting
         console.print(capacity_table(shown, top, requested.price, console.width), soft_wrap=True)
         meeting = Objective(scenario.slo, classes=scenario.classes).shares
-        interval = interval_words(len(taken), alike=scenario.seedless(requests))
+        interval = interval_words(len(taken), repeated=scenario.repeated(requests))
         offered = max((score.offered for one in shown for score in one.scores), default=requests)
+        slo = "their SLO" if scenario.classes else str(scenario.slo)
         say(
             console,
-            f"Capacity: the highest rate at which {meeting} of {offered} requests meet "
-            f"{'their SLO' if scenario.classes else scenario.slo}, to within {search.precision:.0%}. {interval}",
+            f"Capacity: the highest rate at which {meeting} of {offered} requests meet {slo}, to within "
+            f"{search.precision:.0%}.{f' {interval}' if top.rate else ''}",
             "dim",
         )
+        if not top.rate and not stopped:
+            with contextlib.suppress(Interrupted):
+                say(console, requested.at_no_rate(shown, slo, requests, controller, stop.is_set))
         endless = unbounded_sentence(shown, scenario.slo, offered)
         if endless is not None:
             say(console, endless)

@@ -42,7 +42,10 @@ EXAMPLES = (
 
 def check(
     profile: ProfileArgument,
-    budget: Annotated[str, Option(help="Time for measuring, without loading the model.")] = "10s",
+    budget: Annotated[
+        str,
+        Option(help="Time for measuring; warming up takes half as much again, loading the model comes on top."),
+    ] = "10s",
     threshold: Annotated[
         str,
         Option(

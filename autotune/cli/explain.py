@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +63,11 @@ def explain(
     for name in knobs:
         if name not in known:
             raise InputError(f"--knob is {name}; it must be one of {', '.join(known)}")
-    decisions = list(read_decisions(log))
+    try:
+        decisions = list(read_decisions(log))
+    except InputError:
+        _check_no_profile(log)
+        raise
     try:
         summary = summarize(decisions, knobs=knobs)
     except InputError as error:
@@ -95,6 +101,21 @@ def explain(
     if lacking is not None:
         print(f"records   {lacking}")
     return DONE
+
+
+def _check_no_profile(log: Path) -> None:
+    """Raise one line if ``log`` is a profile's file or name."""
+    from autotune.profile import find_profile
+    from autotune.profile.callable import CallableProfile, load_either
+
+    loaded = None
+    with suppress(InputError):
+        loaded = load_either(find_profile(log))
+    if loaded is None:
+        return
+    name = shlex.quote(str(log))
+    drawn = "" if isinstance(loaded, CallableProfile) else f", `autotune report {name}` draws it"
+    raise InputError(f"{log}: is a profile, not a decision log; `autotune show {name}` prints it{drawn}")
 
 
 def _add_records(summary: Summary, log: Path, records: Path) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -41,8 +43,8 @@ def export(
     model: Annotated[
         str | None,
         Option(
-            help="The model to serve: a directory or hub id.  (default: the profile's model; for a preset, the published model "
-            "of the same shape)"
+            help="The model to serve: a directory or hub id. A preset stands for the published model of its shape.  (default: "
+            "the profile's model)"
         ),
     ] = None,
     allow_lossy: Annotated[
@@ -74,6 +76,8 @@ def export(
     path = find_profile(profile)
     lossy = allow_lossy or diff is not None
     made = export_to(load_either(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=lossy)
+    if model is not None and model.startswith(("/", "./", "../")) and not os.path.isdir(model):
+        print(f"note: --model is {model}; no such directory here", file=sys.stderr)
     if diff is not None:
         if out is not None:
             raise InputError(f"--out is {out}; with --diff nothing is written")

@@ -57,7 +57,11 @@ class Verb(typer.core.TyperCommand):
             if word == "" or (word.startswith("--") and word.endswith("=")):
                 which = word.rstrip("=") or (before if before.startswith("-") and "=" not in before else "an argument")
                 raise InputError(f"{which} is empty; give it a value, or leave it out")
-        parsed: list[str] = super().parse_args(ctx, args)
+        try:
+            parsed: list[str] = super().parse_args(ctx, args)
+        except UsageError as error:
+            error.ctx = getattr(error, "ctx", None) or ctx  # type: ignore[attr-defined]  # an option without its value has none
+            raise
         return parsed
 
 

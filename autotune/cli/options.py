@@ -29,7 +29,12 @@ SHORTEST_BUDGET_S = 10.0
 _LONGEST_H = 168  # a week
 _BUDGET = re.compile(r"^(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
 LOOKED_AT = 2000  # requests of a workload
+_IN_PROGRAMS = ", or a Controller"  # where an error allows what no command line can give
 
+WORKLOADS = (
+    "A preset, a trace FILE, azure-conv:FILE to replay a trace, or a mix of classes: "
+    "chat=azure-conv@0.8+batch=azure-code@0.2."
+)
 _CLASS_HELP = (
     "Requests of class NAME have an SLO and a weight of their own: chat:ttft=300ms,tpot=30ms, "
     "batch:e2e=60s*0.2. Repeatable."
@@ -104,11 +109,12 @@ def checked(option: str, parse: Any, *arguments: Any) -> Any:
     """``parse(*arguments)``, its errors as :class:`InputError` of ``option``."""
     try:
         return parse(*arguments)
-    except InputError as error:
-        text = str(error)
-        raise InputError(text if not option or text.startswith("--") else f"{option}: {text}") from None
     except ValueError as error:
-        raise InputError(f"{option}: {error}" if option else str(error)) from None
+        text = str(error).removesuffix(_IN_PROGRAMS)
+        if not option or (isinstance(error, InputError) and text.startswith("--")):
+            raise InputError(text) from None
+        named = text.startswith(f"{option.removeprefix('--')} is ")
+        raise InputError(f"--{text}" if named else f"{option}: {text}") from None
 
 
 def seconds(text: str, *, option: str = "--budget", least: float = SHORTEST_BUDGET_S) -> float:
@@ -225,6 +231,11 @@ def checked_knobs(given: Mapping[str, float]) -> dict[str, float]:
     return dict(given)
 
 
+def of_decision_log(error: ValueError) -> InputError:
+    """``error``, which calls a decision log ``log``, as one of the option."""
+    return InputError(re.sub("^log: ", "--decisions: ", str(error)))
+
+
 def check_decision_log(decisions: Path) -> None:
     """Raise one line if the log cannot be written: now, not when a model has been loaded."""
     from autotune.control.decision_log import open_to_append
@@ -232,7 +243,7 @@ def check_decision_log(decisions: Path) -> None:
     try:
         file = open_to_append(decisions)
     except InputError as error:
-        raise InputError(f"--decisions: {str(error).removeprefix('log: ')}") from None
+        raise of_decision_log(error) from None
     if file is not None:
         file.close()
 

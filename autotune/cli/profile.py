@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Context, Option
 
 from autotune.cli.options import (
+    WORKLOADS,
     Classes,
     Cpu,
     Dtype,
@@ -64,10 +65,7 @@ def profile(
     ] = None,
     workload: Annotated[
         str,
-        Option(
-            help="A preset, a trace FILE, azure-conv:FILE to replay a trace, or a mix of classes: "
-            "chat=azure-conv@0.8+batch=azure-code@0.2."
-        ),
+        Option(help=WORKLOADS),
     ] = "azure-conv",
     slo: Annotated[
         str | None,

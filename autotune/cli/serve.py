@@ -23,6 +23,7 @@ from autotune.cli.options import (
     checked_knobs,
     given_options,
     need_server_extra,
+    of_decision_log,
     profiled_kv_cache_dtype,
     request_classes,
     with_knobs,
@@ -316,14 +317,14 @@ def _serve_here(
                     engine,
                     slo=requested.slo,
                     profile=profile,
-                    start=engine.knobs,
+                    start=engine.wanted_knobs,
                     pinned=requested.pinned,  # knobs given by hand are the operator's word
                     log=requested.decisions,
                     controller=requested.controller,
                     steer=True,
                 )
             except ValueError as error:
-                raise InputError(str(error)) from None
+                raise of_decision_log(error) from None
             made = stack.enter_context(attached)
         keep = () if log is None else (log.flush,)
         api = Api(

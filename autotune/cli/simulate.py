@@ -133,7 +133,7 @@ def simulate(
         )
         if (drawn := class_table([(p.label, p) for p in points], scenario.slo, scenario.classes)) is not None:
             console.print(drawn)
-        say(console, offered_sentence(offered, points, alike=scenario.seedless(requests)), "dim")
+        say(console, offered_sentence(offered, points, repeated=scenario.repeated(requests)), "dim")
         if beside is not None:
             say(console, beside)
     if decisions is not None:

@@ -7,13 +7,12 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from autotune.cli.options import (
-    LOOKED_AT,
+    WORKLOADS,
     check_classes,
     check_rate,
     checked,
@@ -47,9 +46,7 @@ SimulatedProfile = Annotated[
     ),
 ]
 ProfileOption = Annotated[str | None, Option("--profile", metavar="PROFILE", help="Another way to give PROFILE.")]
-Workload = Annotated[
-    str | None, Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)")
-]
+Workload = Annotated[str | None, Option(help=f"{WORKLOADS}  (default: the profile's)")]
 ControllerName = Annotated[
     str | None,
     Option(help=f"Attach a controller, which starts from each setting: {', '.join(CONTROLLERS)}, or module:Class."),
@@ -282,6 +279,24 @@ class SimulationOptions:
             f"At that rate, {requests} requests take {number(lasts)} s{longer}."
         )
 
+    def at_no_rate(
+        self,
+        found: Sequence[SettingCapacity],
+        slo: str,
+        requests: int,
+        controller: str | None,
+        stop: Callable[[], bool],
+    ) -> str:
+        """What is within the SLO at the lowest rate that was tried, where no setting meets it at any."""
+        one, tried = min(((one, s) for one in found for s in one.seeds), key=lambda pair: pair[1].failed)
+        score = self.scenario.measure(
+            one.knobs, tried.failed, tried.seed, requests=requests, controller=controller, stop=stop
+        )
+        return (
+            f"No rate meets {slo}: with {one.label}, {score.weighted_attainment:.1%} of the requests do at "
+            f"{tried.failed:.3g} req/s, the lowest tried. Relax --slo."
+        )
+
     def data(self) -> dict[str, Any]:
         """The head for scripts."""
         from autotune.workload import length_scale_as_data
@@ -338,21 +353,10 @@ def _undrafted(given: dict[str, float], may_draft: bool) -> tuple[str, ...]:
 
 def _cut(simulated: Load, whole: Load) -> tuple[str, ...]:
     """A clause where requests are ``simulated`` shorter than those of ``whole``."""
-    uncut = replace(simulated, cap_prompt=whole.cap_prompt, cap_output=whole.cap_output)
-    if uncut == simulated:
-        return ()
-    pairs = [*zip(simulated.arrivals(0, limit=LOOKED_AT), uncut.arrivals(0, limit=LOOKED_AT), strict=True)]
-    prompts = sum(cut.prompt_tokens < full.prompt_tokens for cut, full in pairs) / len(pairs)
-    outputs = sum(cut.output_tokens < full.output_tokens for cut, full in pairs) / len(pairs)
-    said = [
-        f"{share:.1%} of the {name} are cut to {cap} tokens"
-        for name, share, cap in (
-            ("prompts", prompts, simulated.cap_prompt),
-            ("outputs", outputs, simulated.cap_output),
-        )
-        if share
-    ]
-    return (f"{' and '.join(said)}, the most that the profile and the KV pool leave room for",) if said else ()
+    from autotune.workload import cuts_in_words
+
+    cuts = cuts_in_words(simulated, whole)
+    return (f"{cuts}, the most that the profile and the KV pool leave room for",) if cuts else ()
 
 
 def _few(workload: Load, requests: int) -> tuple[str, ...]:

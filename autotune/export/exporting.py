@@ -163,14 +163,15 @@ def export(
         return _export(target, found, target.call_rows(), allow_lossy)
     if not any(name == purpose for name in profile.settings):
         raise InputError(f"--for is {purpose}; {named} holds {', '.join(profile.settings)}")
+    served = model_to_serve(profile.model, model)
     source = ProfiledEngine(
         target=target.name,
         profile_name=named,
         knobs=next(held.knobs for name, held in profile.settings.items() if name == purpose),
-        model=model_to_serve(profile.model, model),
+        model=served,
         profile=profile,
         setting=purpose,
-        another_model=_another(profile.model, model),
+        another_model=served is None or served != _published(profile.model),
     )
     return _export(target, source, target.rows(), allow_lossy, target.warning(source))
 
@@ -188,13 +189,18 @@ def _export(target: ExportTarget, source: S, rows: Rows[S], allow_lossy: bool, w
 
 
 def model_to_serve(measured: ModelFacts, given: str | None) -> str | None:
-    """The name for the other engine: what was ``given``, the published model of a preset's shape, or what was measured.
+    """The name for the other engine: what was ``given``, or else what was measured; the published model for a preset's shape.
 
-    None for a preset whose weights exist nowhere: the user names a model when starting the other engine. Raises
-    :class:`InputError` for a name no command line can carry.
+    None where a preset was measured that nobody has published: the user names a model when starting the other engine. Raises
+    :class:`InputError` where such a preset is ``given``, and for a name no command line can carry.
     """
     if given is not None:
-        return _named("--model", given)
+        served = PUBLISHED.get(given, given)
+        if served is None:
+            raise InputError(
+                f"--model: {given} is a shape with random weights that nobody has published; name a directory or hub id"
+            )
+        return _named("--model", served)
     found = _published(measured)
     return None if found is None else _named("model.name", found)
 
@@ -203,12 +209,6 @@ def _published(measured: ModelFacts) -> str | None:
     """What ``measured`` is called where others find it; None for a preset whose shape nobody has published."""
     preset = measured.random_weights and measured.name in PUBLISHED
     return PUBLISHED[measured.name] if preset else measured.name
-
-
-def _another(measured: ModelFacts, given: str | None) -> bool:
-    """Whether another model than the ``measured`` one will be served, which is named later where none is ``given``."""
-    published = _published(measured)
-    return published is None if given is None else given not in (measured.name, published)
 
 
 def _named(field: str, name: str) -> str:
@@ -248,7 +248,9 @@ def _refuse_losses(target: ExportTarget, entries: tuple[Entry, ...], allow_lossy
     lost = [f"{e.name}={number(e.value)}" for e in entries if e.lossy and e.fit is Fit.UNSUPPORTED]
     if lost and not allow_lossy:
         have, drops = ("has", "it") if len(lost) == 1 else ("have", "them")
-        raise InputError(f"{' and '.join(lost)} {have} no counterpart in {target.title}; --allow-lossy drops {drops}")
+        raise InputError(
+            f"{' and '.join(lost)} {have} no counterpart in {target.title}; allow_lossy=True (--allow-lossy) drops {drops}"
+        )
 
 
 def _alike(theirs: Any, value: Value | None) -> bool:

@@ -46,7 +46,7 @@ def show(profile: CallableProfile, console: Console) -> None:
             f"Recommended is the Batcher as it comes: {_as_written(profile)} needs nothing else.", highlight=False
         )
     late = max(p.lateness_p99_ms for p in profile.points)
-    if (said := lateness(late, profile.slo.e2e_ms)) is not None:
+    if (said := lateness(late, profile.slo)) is not None:
         console.print(said, style="yellow")
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow", soft_wrap=True)
     if profile.confidence is not None:

@@ -125,25 +125,26 @@ def cheapest_data(found: Best | None, price: float | None) -> dict[str, Any] | N
     return capacity_data(found.setting, price) | {"tried": found.tried, "whole": found.whole}
 
 
-def offered_sentence(rate: float, points: Sequence[Point], *, alike: bool) -> str:
-    """How many requests ``points`` counted and how fast they came; ``alike``: the same ones under every seed."""
+def offered_sentence(rate: float, points: Sequence[Point], *, repeated: float) -> str:
+    """How many requests ``points`` counted and how fast they came; ``repeated``: the share that is the same under every seed."""
     came, count, seeds = fmean(p.offered_rate for p in points), points[0].offered, len(points[0].seeds)
-    under = ", the same under every seed" if alike else f" under {seeds} seed{'s' if seeds > 1 else ''}"
+    under = f" under {seeds} seed{'s' if seeds > 1 else ''}"
+    if repeated:
+        those = "the same" if repeated == 1 else "those of the trace the same"
+        under = f", {those} under every seed" + (" and so counted once" if repeated < 1 else "")
     return (
         f"Requests arrive at {rate:.3g} req/s in the long run, at {came:.3g} req/s in these simulations: {count} "
         f"requests{under}. ( ) is a 95% interval over requests."
     )
 
 
-def interval_words(seeds: int, *, alike: bool = False) -> str:
-    """What the interval of a capacity over ``seeds`` seeds is; ``alike``: they have the same requests, and only steps differ."""
-    if alike:
-        if seeds == 1:
-            return "( ) is the two rates between which the search ended. The requests are the same under every seed."
-        return f"Mean and 95% interval over {seeds} draws of the step-time noise. The requests are the same under every seed."
+def interval_words(seeds: int, *, repeated: float = 0.0) -> str:
+    """What the interval of a capacity over ``seeds`` seeds is; ``repeated``: the share of requests that all of them have."""
+    same = f"The requests{'' if repeated == 1 else ' of the trace'} are the same under every seed."
     if seeds == 1:
-        return "( ) is the two rates between which the search ended. For an interval over seeds, set a higher --seeds."
-    return f"Mean and 95% interval over {seeds} seeds."
+        more = same if repeated == 1 else "For an interval over seeds, set a higher --seeds."
+        return f"( ) is the two rates between which the search ended. {more}"
+    return f"Mean and 95% interval over {seeds} seeds." + (f" {same}" if repeated else "")
 
 
 def unbounded_sentence(found: Sequence[SettingCapacity], slo: SLO, requests: int) -> str | None:

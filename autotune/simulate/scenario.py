@@ -183,18 +183,18 @@ class Scenario:
     def mean_answer(self, rate: float, seed: int, requests: int) -> float:
         """Mean output tokens of the requests that :meth:`measure` counts."""
         begin, length = self.window(rate, seed, requests)
-        own = 0 if self.seedless(requests) else seed
-        arrivals = self.workload.at_rate(rate).arrivals(own, duration=begin + length)
+        arrivals = self.workload.at_rate(rate).arrivals(seed, duration=begin + length)
         return statistics.fmean(a.output_tokens for a in arrivals if a.time >= begin)
 
     def distinct(self, seeds: Sequence[int], requests: int) -> tuple[int, ...]:
         """Those of ``seeds`` that make a difference: the first alone where neither requests nor step times depend on a seed."""
         noisy = self.cost.facts.jitter is not None or self.workload.may_draft
-        return tuple(seeds if noisy or not self.seedless(requests) else seeds[:1])
+        alike = not noisy and self.workload.alike_under(0, 1, limit=with_warm_up(requests))
+        return tuple(seeds[:1] if alike else seeds)
 
-    def seedless(self, requests: int) -> bool:
-        """Whether ``requests`` requests, and those of their warm-up, are the same under every seed."""
-        return self.workload.alike_under(0, 1, limit=with_warm_up(requests))
+    def repeated(self, requests: int) -> float:
+        """Share of ``requests`` requests, and of those of their warm-up, that are the same under every seed."""
+        return self.workload.repeated(limit=with_warm_up(requests))
 
     def measure(
         self,
@@ -211,15 +211,14 @@ class Scenario:
         decisions are appended to ``log``.
 
         One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
-        come faster or slower than ``rate`` (``Score.offered_rate``). Requests that are the same under every seed are those of
-        seed 0 (``Score.seed``), so that they count once; ``seed`` draws the step-time noise then. Raises
+        come faster or slower than ``rate`` (``Score.offered_rate``). Where some are the same under every seed (a trace's), the
+        score counts as one of seed 0 (``Score.seed``), so that scores put together count those requests once; ``seed`` draws the
+        step-time noise, places inside the bins of a trace, and what else is in a mix. Raises
         :class:`~autotune.measure.evaluate.Interrupted` when ``stop`` says so.
         """
         warmup, window = self.window(rate, seed, requests)
-        own = 0 if self.seedless(requests) else seed
-        return self.measure_over(
-            knobs, rate, own, warmup, window, scatter=seed, controller=controller, log=log, stop=stop
-        )
+        found = self.measure_over(knobs, rate, seed, warmup, window, controller=controller, log=log, stop=stop)
+        return found.model_copy(update={"seed": 0}) if self.repeated(requests) else found
 
     def measure_over(
         self,

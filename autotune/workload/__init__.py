@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotune.workload.parse import (
     at_length_scale,
     brings_lengths,
+    cuts_in_words,
     length_scale_as_data,
     length_scale_in_words,
     named_options,
@@ -23,6 +24,7 @@ __all__ = [
     "Workload",
     "at_length_scale",
     "brings_lengths",
+    "cuts_in_words",
     "length_scale_as_data",
     "length_scale_in_words",
     "named_options",

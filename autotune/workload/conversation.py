@@ -19,7 +19,7 @@ from runtime.errors import InputError
 
 USER = Lognormal(median=50, sigma=0.9)  # tokens; mean 75
 ANSWER = Lognormal(median=120, sigma=0.7)  # tokens; mean 153
-_MOST_TURNS = 1000  # on average, before the cut at max_turns
+_MOST_TURNS = 100  # on average; prompts grow with every turn
 
 
 @dataclass(frozen=True)

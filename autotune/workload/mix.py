@@ -54,6 +54,12 @@ class Mix:
         return any(part.workload.finite for part in self.parts)
 
     @property
+    def replayed(self) -> float:
+        """Share of the requests that traces bring."""
+        total = math.fsum(part.share for part in self.parts)
+        return math.fsum(part.share * part.workload.replayed for part in self.parts) / total
+
+    @property
     def acceptances(self) -> Mapping[str, float]:
         """By class, the probability that a drafted token is right."""
         return {part.name: part.workload.acceptance for part in self.parts}

@@ -30,6 +30,7 @@ _CLASS = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=\s*")
 _SHARE = re.compile(r"\s*@([^@+=:,]*)(?:\+|$)")  # behind a part of a mix, with what separates it from the next
 _OF_THE_WHOLE = ("rate", "time")
 _LEAST_SHARE = 1e-6
+_LOOKED_AT = 2000  # requests, for how many are cut
 
 
 def parse_workload(text: str) -> Workload:
@@ -99,6 +100,22 @@ def length_scale_in_words(workload: Workload) -> str:
         if part.workload.length_scale != 1 and "length" not in named_options(part.workload.name):
             scaled.setdefault(part.workload.length_scale, []).append(part.name)
     return ", ".join(f"lengths of {' and '.join(names)} × {fraction(scale)}" for scale, names in scaled.items())
+
+
+def cuts_in_words(workload: Workload, whole: Workload) -> str:
+    """How many of the first requests of ``workload`` its caps make shorter than those of ``whole`` would: ``7.2% of the prompts
+    are cut to 768 tokens``; "" for none."""
+    uncut = replace(workload, cap_prompt=whole.cap_prompt, cap_output=whole.cap_output)
+    if uncut == workload:
+        return ""
+    pairs = [*zip(workload.arrivals(0, limit=_LOOKED_AT), uncut.arrivals(0, limit=_LOOKED_AT), strict=True)]
+    prompts = sum(cut.prompt_tokens < full.prompt_tokens for cut, full in pairs) / len(pairs)
+    outputs = sum(cut.output_tokens < full.output_tokens for cut, full in pairs) / len(pairs)
+    return " and ".join(
+        f"{share:.1%} of the {name} are cut to {cap} tokens"
+        for name, share, cap in (("prompts", prompts, workload.cap_prompt), ("outputs", outputs, workload.cap_output))
+        if share
+    )
 
 
 def _is_mix(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -38,9 +39,11 @@ def _conversations(options: Options) -> Source:
     tenants = options.whole("tenants", len(given.system_prompts), most=_MOST_TENANTS)
     system = options.whole("system", None)
     prompts = given.system_prompts if system is None else (system,)
+    turns = options.number("turns", given.turns)
     return Conversations(
         system_prompts=tuple(prompts[i % len(prompts)] for i in range(tenants)),
-        turns=options.number("turns", given.turns),
+        turns=turns,
+        max_turns=max(given.max_turns, math.ceil(3 * turns)),
         think_s=options.number("think", given.think_s),
         user=Lognormal(options.number("user", given.user.median), given.user.sigma),
         answer=Lognormal(options.number("answer", given.answer.median), given.answer.sigma),

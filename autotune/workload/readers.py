@@ -66,7 +66,7 @@ def _columns(header: str) -> list[str]:
 def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, TraceRow]]:
     reader = csv.reader(lines)
     header: list[str] | None = None
-    dated: bool | None = None
+    kind = ""
     try:
         for cells in reader:
             line = reader.line_num
@@ -86,12 +86,9 @@ def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, T
             if len(cells) != len(header):
                 _bad(path, line, f"{len(cells)} fields; the header has {len(header)}")
             row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
-            time, is_date = _timestamp(path, line, row["TIMESTAMP"])
-            if dated is not None and is_date != dated:
-                kinds = ("a date and time", "a number of seconds")
-                here, above = kinds if is_date else reversed(kinds)
-                _bad(path, line, f"TIMESTAMP is {here}, and that of the line above {above}; all must be of one kind")
-            dated = is_date
+            above, (time, kind) = kind, _timestamp(path, line, row["TIMESTAMP"])
+            if above and kind != above:
+                _bad(path, line, f"TIMESTAMP is {kind}, and that of the line above {above}; all must be of one kind")
             yield (
                 line,
                 TraceRow(
@@ -174,12 +171,12 @@ def _opened(path: str | Path) -> Iterator[Iterator[str]]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _timestamp(path: str | Path, line: int, text: str) -> tuple[float, bool]:
-    """Seconds, and whether it is a date and time."""
+def _timestamp(path: str | Path, line: int, text: str) -> tuple[float, str]:
+    """Seconds, and what kind of timestamp it is."""
     try:
         seconds = plain_float(text)
         if math.isfinite(seconds) and seconds >= 0:
-            return seconds, False
+            return seconds, "a number of seconds"
     except ValueError:
         try:
             moment = datetime.fromisoformat(text)
@@ -187,8 +184,9 @@ def _timestamp(path: str | Path, line: int, text: str) -> tuple[float, bool]:
             pass
         else:
             # A time without a zone is not the machine's local time: its clock changes would bend the trace.
-            zero = datetime(1970, 1, 1, tzinfo=None if moment.tzinfo is None else UTC)
-            return (moment - zero).total_seconds(), True
+            zoned = moment.tzinfo is not None
+            since = moment - datetime(1970, 1, 1, tzinfo=UTC if zoned else None)
+            return since.total_seconds(), f"a date and time {'with' if zoned else 'without'} a time zone"
     allowed = "a date and time such as 2023-11-16 18:17:03.97, or a number of seconds, at least 0"
     _bad(path, line, f"TIMESTAMP is {shortened(text, 80)}; it must be {allowed}")
 

@@ -102,6 +102,13 @@ class Workload:
         return self.acceptance if found is None else found
 
     @property
+    def replayed(self) -> float:
+        """Share of the requests that a trace brings. They are no draw: another seed changes only their token values and, of a
+        trace with bins, their places inside bins."""
+        found: float = getattr(self.source, "replayed", 0.0)
+        return found
+
+    @property
     def may_draft(self) -> bool:
         """Whether some drafted tokens are right."""
         found = self.acceptances
@@ -123,9 +130,14 @@ class Workload:
         return self._generate(seed, math.inf if duration is None else duration, min(bounds, default=None))
 
     def alike_under(self, seed: int, other: int, *, limit: int) -> bool:
-        """Whether the first ``limit`` requests come at the same times with the same lengths, as those of a replayed trace do."""
+        """Whether the first ``limit`` requests come at the same times with the same lengths, as those of a trace without bins."""
         pairs = zip_longest(self.arrivals(seed, limit=limit), self.arrivals(other, limit=limit))
         return all(a is not None and b is not None and a._replace(segments=b.segments) == b for a, b in pairs)
+
+    def repeated(self, *, limit: int) -> float:
+        """Share of the requests that count once, however many seeds they were met under: those of a trace, and all where no seed
+        changes the first ``limit``."""
+        return self.replayed if self.replayed == 1 or not self.alike_under(0, 1, limit=limit) else 1.0
 
     def _generate(self, seed: int, duration: float, limit: int | None) -> Iterator[Arrival]:
         if limit == 0:

@@ -6,6 +6,7 @@ A trace is as random as its file. The seed chooses only token values and, in bin
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -60,6 +61,11 @@ class Trace:
     def finite(self) -> bool:
         return True
 
+    @property
+    def replayed(self) -> float:
+        """All of its requests, wherever the seed places them inside their bins."""
+        return 1.0
+
     def at_rate(self, rate: float) -> Trace:
         positive("rate", rate)
         if math.isinf(self.rate):
@@ -93,8 +99,10 @@ class Trace:
 def guess_bin(times: list[float]) -> float:
     """Width of the bins that ``times`` (ascending, s) were rounded to: the usual step between different times if half of
     the requests or more share theirs with another, else 0."""
-    different = sorted(set(times))
-    if len(different) < 2 or 2 * len(different) > len(times):
+    counts = Counter(times)
+    different = sorted(counts)
+    shared = sum(count for count in counts.values() if count > 1)
+    if len(different) < 2 or 2 * shared < len(times):
         return 0.0
     return median(b - a for a, b in pairwise(different))
 

@@ -42,10 +42,12 @@ def test_the_commands_about_profiles(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     done = 0
     for command in commands():
-        if not command.startswith("autotune ") or command.split()[1] in ("serve", "watch", "explain"):
+        if not command.startswith("autotune ") or command.split()[1] in ("serve", "watch") or "run.jsonl" in command:
             continue
         out = run(command.replace("--budget 10m", "--budget 20s"), tmp_path)
         assert out.strip(), command
+        if command.startswith("autotune explain"):
+            assert "token_budget 8192 → " in out
         done += 1
     assert done >= 5
     assert (tmp_path / "tiny.html").stat().st_size > 1e5 and (tmp_path / "vllm.yaml").exists()
@@ -68,7 +70,7 @@ def test_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         server.signal()
         assert server.ended() == 0, server.output
-    (explain,) = (command for command in commands() if command.startswith("autotune explain"))
+    (explain,) = (command for command in commands() if command.startswith("autotune explain run.jsonl"))
     assert "attach" in run(explain, tmp_path)
 
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from plotly.graph_objects import Figure
 from rich.console import Console
@@ -37,7 +38,7 @@ from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.request import Sequence
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from tests.unit.paced import FACTS, WORKLOAD, paced
 from tests.unit.profiles import score
@@ -175,6 +176,92 @@ def test_intervals_follow_the_spread_between_rounds() -> None:
     assert one.high - one.low < 0.2 < 0.6 < two.high - two.low
 
 
+def test_a_request_that_every_round_repeats_counts_once() -> None:
+    """Blocks of 0 and 1 by turns: thirty rounds of them say no more than one, and thirty rounds of others do."""
+    met = [i // 4 % 2 == 0 for i in range(40)]
+
+    def width(rounds: int, *, repeated: bool) -> tuple[float, float]:
+        results = [result(ONE, r, met) for r in range(rounds)] + [result(TWO, r, [True] * 40) for r in range(rounds)]
+        compared = PairedComparison(results, 40.0, repeated=repeated)
+        found, difference = compared.summary(ONE).attainment, compared.difference(ONE, TWO)
+        assert difference is not None
+        return found.high - found.low, difference.difference.high - difference.difference.low
+
+    once = width(1, repeated=True)
+    assert once == width(1, repeated=False) and min(once) > 0.5
+    assert width(30, repeated=True) == pytest.approx(once, abs=0.05)
+    assert max(width(30, repeated=False)) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("repeated", "rounds", "duration", "said"),
+    [
+        (True, 2, 40.0, "the 95% interval over 2 rounds, and requests that every round repeats count once; "),
+        (False, 2, 40.0, "the 95% interval over 2 rounds; "),
+        (True, 2, 4.0, "Rounds of 4 s of the same requests have no intervals: a longer --duration has; "),
+        (True, 1, 4.0, "One round of 4 s has no intervals: a longer --duration has; "),
+    ],
+)
+def test_the_table_says_whether_rounds_repeat_requests(repeated: bool, rounds: int, duration: float, said: str) -> None:
+    results = [result(ONE, r, [i % 2 == 0 for i in range(40)], duration) for r in range(rounds)]
+    console = Console(width=250, file=io.StringIO())
+    made = PairedComparison(results, duration, repeated=repeated)
+    show(made, EASY, console, baseline=ONE, notes=["requests come in bursts"])
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert said in text and "latencies in ms. Requests come in bursts." in text
+    assert (" [" in text.splitlines()[1]) is made.has_intervals is (duration == 40.0)
+
+
+def test_a_ratio_to_what_met_nothing_is_infinite() -> None:
+    """In a third of the resamples, too: the baseline met requests in one block of eight, which they leave out."""
+    rare, half = [i < 5 for i in range(40)], [i % 2 == 0 for i in range(40)]
+    found = PairedComparison([result(ONE, 0, half, 32.0), result(TWO, 0, rare, 32.0)], 32.0).difference(ONE, TWO)
+    assert found is not None and found.ratio.value == pytest.approx(4.0)
+    assert found.ratio.high == math.inf and 0.5 < found.ratio.low < 4
+    assert found.as_dict()["ratio"]["high"] is None
+    never = PairedComparison([result(ONE, 0, half), result(TWO, 0, [False] * 40)], 40.0).difference(ONE, TWO)
+    assert never is not None and never.ratio == (math.inf, math.inf, math.inf)
+    neither = PairedComparison([result(ONE, 0, [False] * 40), result(TWO, 0, [False] * 40)], 40.0).difference(ONE, TWO)
+    assert neither is not None and all(math.isnan(value) for value in neither.ratio)
+
+
+def test_values_alone_are_those_that_have_intervals_else() -> None:
+    alone = PairedComparison(world().results, 40.0, intervals=False)
+    assert not alone.has_intervals
+    for contender in (ONE, TWO):
+        here, there = alone.summary(contender), world().summary(contender)
+        for one, other in (
+            (here.attainment, there.attainment),
+            (here.goodput, there.goodput),
+            *zip(here.latencies["ttft_ms"], there.latencies["ttft_ms"], strict=True),
+        ):
+            assert one.value == other.value and math.isnan(one.low) and math.isnan(one.high)
+    found = alone.difference(ONE, TWO)
+    assert found is not None and found.difference.value == pytest.approx(0.4) and math.isnan(found.difference.low)
+    console = Console(width=250, file=io.StringIO())
+    show(alone, EASY, console, baseline=TWO)
+    assert isinstance(console.file, io.StringIO)
+    assert "Intervals are left out, as the comparison was stopped" in console.file.getvalue()
+
+
+def test_percentiles_of_resamples_are_those_of_the_values_they_drew() -> None:
+    rng = np.random.default_rng(3)
+    outcomes = [
+        tuple(Outcome(due, True, float(rng.integers(30)), None, None) for due in rng.uniform(0, 12, size=25))
+        for _ in range(2)
+    ]
+    results = [Result(Turn(ONE, r, r, r), score(), outcomes[r], ()) for r in (0, 1)]
+    made = PairedComparison(results, 12.0)
+    found = sorted((o.ttft_ms or 0.0, 3 * r + min(2, int(o.due / 4))) for r, each in enumerate(outcomes) for o in each)
+    values, cells = np.array([value for value, _ in found]), np.array([cell for _, cell in found])
+    rounds, blocks = made._draws(2)
+    for resample, quantiles in enumerate(made._quantiles(2, values, cells).T[:300]):
+        drawn = (3 * rounds[resample] + blocks[resample]).ravel()
+        expected = sorted(value for cell in drawn for value in values[cells == cell])
+        assert list(quantiles) == [expected[max(0, math.ceil(q * len(expected)) - 1)] for q in (0.5, 0.99)]
+
+
 def test_nothing_measured_is_refused_and_nothing_finished_is_not_a_number() -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
         PairedComparison([], 10.0)
@@ -246,6 +333,49 @@ def test_a_profile_lends_what_the_workload_does_not_say(
     assert load.workload.rate == pytest.approx(offered or profile.workload.rate) and load.rate_from == chosen_by
 
 
+@pytest.mark.parametrize(
+    ("spec", "cuts"),
+    [
+        ("fixed:prompt=512,output=64", ""),
+        ("fixed:prompt=100000,output=10,length=1", "100.0% of the prompts are cut to {longest} tokens"),
+        ("fixed:prompt=100000,output=10,length=1,cap_prompt=99", ""),
+        (None, ""),
+    ],
+)
+def test_requests_that_are_cut_to_what_there_is_room_for_are_said(spec: str | None, cuts: str) -> None:
+    profile = load_profile(ROOT / "profiles" / "cpu-2core-tiny.yaml")
+    facts = profile.workload.model_copy(update={"cap_prompt": 40, "cap_output": 20})
+    with paced() as engine:
+        wide = profile.workload.model_copy(update={"cap_prompt": None, "cap_output": None})
+        load = of_profile(
+            engine, MODEL, profile.model_copy(update={"workload": facts if spec is None else wide}), spec, None, None
+        )
+        longest = engine.facts.kv_tokens - engine.facts.kv_tokens // 4
+    if cuts:
+        cuts = cuts.format(longest=longest) + ", the most that the profile and this engine leave room for"
+    assert load.cuts == cuts and load.notes == ((cuts,) if cuts else ())
+
+
+def test_a_calibrated_load_that_is_cut_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = on_the_spot(monkeypatch, "fixed:prompt=100000,output=10,length=1", 10.0)
+    most = FACTS.max_model_len - FACTS.max_model_len // 4
+    assert load.cuts == f"100.0% of the prompts are cut to {most} tokens, the most that this engine leaves room for"
+
+
+def test_turns_that_begin_in_a_burst_say_what_they_offer() -> None:
+    def planned(spec: str) -> BenchLoad:
+        return BenchLoad(spec, parse_workload(spec), EASY, "given", "given").planned(0, 2, 20.0)
+
+    load = planned("azure-code:rate=2")
+    sent = sum(len(list(load.workload.arrivals(seed, duration=20.0))) for seed in (0, 1))
+    assert load.offered_rate == sent / 40 > 2.2
+    assert load.at(" (given)") == f"2 req/s (given) in the long run, {sent / 40:.3g} in these turns"
+    assert load.notes == (f"requests come at 2 req/s in the long run, {sent / 40:.3g} in these turns",)
+    even = planned("fixed:rate=2")
+    assert even.at() == "2 req/s" and even.notes == () and even.offered_rate == pytest.approx(2, rel=0.1)
+    assert even.repeated and not load.repeated
+
+
 def test_a_trace_that_ends_before_the_turn_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(
@@ -310,13 +440,31 @@ class Known:
         return 0.001 + 0.0001 * (step.decodes + step.prefill_tokens)
 
 
-@pytest.mark.parametrize(("late", "said"), [(40.0, False), (80.0, True)])
-def test_that_requests_were_sent_late_is_said_if_it_matters(late: float, said: bool) -> None:
+@pytest.mark.parametrize(
+    ("late", "slo", "said"),
+    [
+        (40.0, "ttft=500ms", False),
+        (80.0, "ttft=500ms", True),
+        (80.0, "e2e=500ms", True),
+        (80.0, "ttft=500ms,e2e=2s", True),
+        (80.0, "e2e=2s", False),
+        (80.0, "tpot=20ms", False),
+    ],
+)
+@pytest.mark.parametrize("of_a_class", [False, True])
+def test_that_requests_were_sent_late_is_said_if_it_matters(
+    late: float, slo: str, said: bool, of_a_class: bool
+) -> None:
     turn = result(ONE, 0, [True] * 8)
     sent = turn._replace(score=turn.score.model_copy(update={"lateness_p99_ms": late}))
     console = Console(file=io.StringIO(), width=200)
-    show(PairedComparison([turn, sent], 40.0), SLO(ttft_ms=500), console, baseline=ONE)
-    assert ("the load generator was up to 80 ms late" in console.file.getvalue()) is said  # type: ignore[attr-defined]
+    target = SLO.parse(slo)
+    judged: dict[str, Any] = {"classes": [RequestClass("chat", target)]} if of_a_class else {}
+    show(
+        PairedComparison([turn, sent], 40.0), SLO(tpot_ms=9) if of_a_class else target, console, baseline=ONE, **judged
+    )
+    words = "in one run, 1 in 100 was sent more than 80 ms late"
+    assert (words in console.file.getvalue()) is said  # type: ignore[attr-defined]
 
 
 def test_a_single_block_has_no_interval() -> None:
@@ -377,6 +525,18 @@ def test_a_target_on_gaps_is_not_drawn_as_one_on_their_mean() -> None:
 
     assert targets("ttft=500ms,itl=60ms") == {"ttft": ["500 ms"], "tpot": []}
     assert targets("tpot=40ms,itl=60ms") == {"ttft": [], "tpot": ["40 ms"]}
+
+
+def test_no_target_is_drawn_over_requests_that_others_judge() -> None:
+    chat = RequestClass("chat", SLO.parse("ttft=200ms"), 2.0)
+    made = plotting.render(world(), SLO.parse("ttft=500ms"), "a title", classes=[chat], notes=["Bursts."])
+    page = Page(made.decode())
+    assert "annotations" not in json.loads(page.scripts[0])["ttft"]["views"][0]["layout"]
+    words = " ".join(page.words)
+    assert (
+        f"Each request is judged by the SLO of its class, so no target is drawn: {chat}; any other: ttft=500ms" in words
+    )
+    assert "Bursts." in words
 
 
 def test_a_plot_goes_where_it_can(tmp_path: Path) -> None:

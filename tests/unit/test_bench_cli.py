@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +14,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from autotune.bench import Contender
+from autotune.bench import Contender, ContenderSummary, Outcome, PairedComparison, Result, Turn
 from autotune.bench.loads import BenchLoad
 from autotune.bench.plotting import page as page_of
 from autotune.cli import bench
-from autotune.cli.exits import FELL_SHORT
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
 from autotune.profile import save_profile
-from autotune.profile.fingerprint import machine
+from autotune.profile.fingerprint import OtherWork, machine
 from autotune.workload import at_length_scale, parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.tunable import ModelInfo
 from tests.sample_profile import sample_model, sample_profile
 from tests.unit.paced import FACTS, WORKLOAD, paced
+from tests.unit.profiles import score
 
 PAGE = page_of("Mine", []).decode()
 
@@ -59,10 +61,10 @@ PAGE = page_of("Mine", []).decode()
             "--fixed: token_budget is 9000; it must be a whole number between 1 and 8192",
         ),
         (["--fixed", "token_budget=64", "--fixed", "token_budget=64"], "--fixed: 1024/64 is compared already"),
-        (["--controller", "nobody"], "--controller: controller is 'nobody'; it must be one of aimd, bisection, "),
+        (["--controller", "nobody"], "--controller is 'nobody'; it must be one of aimd, bisection, "),
         (
             ["--controller", "no_such_module:Mine"],
-            "--controller: controller is no_such_module:Mine; it cannot be imported",
+            "--controller is no_such_module:Mine; it cannot be imported",
         ),
         (["--out", "plot.pdf"], "--out: plot.pdf must end in .html"),
         (["--out", "nowhere/plot.html"], "--out: nowhere/plot.html cannot be written: there is no directory nowhere"),
@@ -167,8 +169,8 @@ def test_figures_are_printed_ahead_of_a_page_that_cannot_be_written(
 ) -> None:
     monkeypatch.setattr(bench, "_shape", lambda *of: {"status": "complete"})
     monkeypatch.setattr("autotune.bench.table.show", lambda *of, **by: None)
-    monkeypatch.setattr("autotune.bench.PairedComparison", lambda *of: None)
-    monkeypatch.setattr("autotune.bench.plotting.render", lambda *of: "a page")
+    monkeypatch.setattr(bench._Run, "compare", lambda *of: (None, False))
+    monkeypatch.setattr("autotune.bench.plotting.render", lambda *of, **by: "a page")
     engine: Any = None
     console = Console(file=io.StringIO())
     made = bench._Run(engine, sample_model(), [Contender("defaults", Knobs())], 1.0, 1, 0, console, threading.Event())
@@ -177,6 +179,57 @@ def test_figures_are_printed_ahead_of_a_page_that_cannot_be_written(
     with pytest.raises(InputError, match="cannot be written"):
         bench._finish(made, load, tmp_path / "gone" / "page.html", True)
     assert json.loads(capsys.readouterr().out) == {"status": "complete"}
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_ctrl_c_while_turns_are_compared_leaves_out_their_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hurried: bool
+) -> None:
+    found = PairedComparison.summary
+
+    def summary(self: PairedComparison, contender: Contender) -> ContenderSummary:
+        if hurried and self.intervals:
+            signal.raise_signal(signal.SIGINT)
+        return found(self, contender)
+
+    monkeypatch.setattr(PairedComparison, "summary", summary)
+    engine: Any = None
+    console, contenders = Console(file=io.StringIO(), width=200), [Contender("defaults", Knobs())]
+    made = bench._Run(engine, sample_model(), contenders, 20.0, 1, 0, console, threading.Event())
+    outcomes = tuple(Outcome(i / 2, i % 3 > 0, 100.0 + i, 10.0, 500.0) for i in range(40))
+    made.results.append(Result(Turn(contenders[0], 0, 0, 0), score(), outcomes, ()))
+    load = BenchLoad("azure-code", parse_workload("azure-code"), SLO(ttft_ms=500), "given", "given", offered_rate=12.0)
+    assert bench._finish(made, load, tmp_path / "page.html", True) == (INTERRUPTED if hurried else DONE)
+    told = json.loads(capsys.readouterr().out)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert told["status"] == ("stopped" if hurried else "complete") and told["offered_rate"] == 12.0
+    assert (told["contenders"][0]["attainment"]["low"] is None) is hurried
+    assert told["contenders"][0]["attainment"]["value"] == 0.65
+    assert "comparing" in said and ("Intervals are left out" in said) is hurried
+    assert "Requests come at 2.57 req/s in the long run, 12 in these turns." in said
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("2.57 req/s in the long run, 12 in these turns") >= 2, "in the title and below"
+
+
+def test_head_and_json_say_what_was_cut_and_the_page_who_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = None
+    console, contender = Console(file=io.StringIO(), width=200), Contender("defaults", Knobs())
+    made = bench._Run(engine, sample_model(), [contender], 20.0, 1, 0, console, threading.Event())
+    made.results.append(Result(Turn(contender, 0, 0, 0), score(), (Outcome(1.0, True, 1.0, 1.0, 1.0),), ()))
+    cuts = "3.0% of the prompts are cut to 96 tokens, the most that this engine leaves room for"
+    workload = parse_workload("fixed").scaled(cap_prompt=96)
+    chat = RequestClass("chat", SLO(ttft_ms=200))
+    load = BenchLoad("fixed", workload, SLO(ttft_ms=500), "given", "given", classes=(chat,), cuts=cuts)
+    assert made._head(load).endswith(f"\nwarning: {cuts}")
+    nobody: Any = SimpleNamespace(contenders=[])
+    shape = bench._shape(made, load, nobody, contender, False)
+    assert (shape["cap_prompt"], shape["cap_output"], shape["warnings"]) == (96, None, [cuts])
+    assert shape["repeated"] is True
+    assert bench._finish(made, load, tmp_path / "page.html", False) == DONE
+    page = (tmp_path / "page.html").read_text()
+    assert "at 1 req/s, the SLO of each class" in page and f"{cuts}." in page
 
 
 def test_a_bench_whose_engine_died_fell_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +247,26 @@ def test_a_bench_whose_engine_died_fell_short(capsys: pytest.CaptureFixture[str]
     assert (found["status"], found["planned"], len(found["turns"])) == ("stopped", 4, 1)
     assert [(one["contender"], one["round"]) for one in found["failures"]] == [("4/32", 0)]
     assert found["failures"][0]["cause"]
+
+
+def test_a_bench_beside_other_programs_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(OtherWork, "cores", lambda self: 3.0)
+    monkeypatch.setattr("autotune.profiling.warnings.affine_cpus", lambda: (0, 1))
+    console = Console(file=io.StringIO(), width=200)
+    with paced() as engine:
+        made = bench._Run(
+            engine, FACTS, [Contender("16/128", Knobs(16, 0, 128, 128))], 0.3, 1, 0, console, threading.Event()
+        )
+        load = BenchLoad(WORKLOAD, parse_workload(WORKLOAD), SLO(ttft_ms=5000), "given", "given")
+        assert made.warnings == []
+        made.measure(load)
+    assert bench._finish(made, load, tmp_path / "page.html", True) == DONE
+    crowded = "other programs used 3.0 cores while it was measured"
+    assert f"warning: {crowded}\n" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert json.loads(capsys.readouterr().out)["warnings"] == [crowded]
+    assert f"{crowded[0].upper()}{crowded[1:]}." in (tmp_path / "page.html").read_text()
 
 
 class Then(list[Any]):

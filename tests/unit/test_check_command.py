@@ -15,6 +15,7 @@ from autotune.cli.check import share
 from autotune.cli.main import run
 from autotune.profile import save_profile
 from autotune.profile.fingerprint import OtherWork, machine, measured_elsewhere
+from autotune.profiling.check import _WARM_UP
 from runtime.errors import InputError
 from tests.sample_profile import full_profile, sample_profile
 
@@ -62,6 +63,15 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for text in ("0", "100%", "-5%", "nan", "inf", "", "%"):
         with pytest.raises(InputError):
             share(text)
+
+
+def test_the_help_says_what_comes_on_top_of_the_budget(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run(["check", "--help"]) == 0
+    assert "warming up takes half as much again" in capsys.readouterr().out
+    assert _WARM_UP == 0.5
 
 
 def test_a_profile_of_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

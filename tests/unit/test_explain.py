@@ -17,6 +17,7 @@ from autotune.cli.main import run
 from autotune.control.decision_log import Decision, read_decisions
 from autotune.control.explain import summarize, timeline
 from autotune.control.tally import ClassTally, losses
+from autotune.profile import save_profile
 from autotune.workload import Arrival
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord
@@ -24,6 +25,7 @@ from runtime.serving.record_log import RecordLog
 from runtime.slo import SLO, RequestClass
 from tests.building import request_record
 from tests.fakes import Records
+from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, Formula, SimulatedEngine, h200, poisson
 
 START = Knobs(64, 0, 2048, 2048)
@@ -199,6 +201,18 @@ def test_what_is_no_log_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert run(["explain", *words]) == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
+
+
+def test_a_profile_is_told_from_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, embed = tmp_path / "my profile.yaml", Path(__file__).parent / "data" / "callable-profile-version-1.yaml"
+    save_profile(sample_profile(), mine)
+    for log, prints in (
+        (str(mine), f"`autotune show '{mine}'` prints it, `autotune report '{mine}'` draws it"),
+        ("cpu-2core-tiny", "`autotune show cpu-2core-tiny` prints it, `autotune report cpu-2core-tiny` draws it"),
+        (str(embed), f"`autotune show {embed}` prints it"),
+    ):
+        assert run(["explain", log]) == 2
+        assert capsys.readouterr().err == f"error: {log}: is a profile, not a decision log; {prints}\n"
 
 
 def test_an_empty_log_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

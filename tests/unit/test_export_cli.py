@@ -55,6 +55,7 @@ def test_balanced_and_the_targets_own_file_name_unless_said(folder: Path) -> Non
 
 
 def test_json_is_one_object_and_all_there_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "m").mkdir()
     assert run(["export", "tiny-cpu.yaml", "--to", "vllm", "--model", "./m", "--json"]) == 0
     output = capsys.readouterr()
     made = json.loads(output.out)
@@ -89,7 +90,7 @@ def test_a_shape_that_nobody_published_is_exported_for_a_model_to_be_named(
     [
         (("h200-llama8b.yaml", "--to", "tgi"), "--to is tgi; it must be one of vllm, sglang, tensorrt-llm, triton, ray-serve"),
         (("h200-llama8b.yaml", "--to", "triton"), "token_budget=256 has no counterpart in Triton's dynamic batcher; "
-         "--allow-lossy drops it"),
+         "allow_lossy=True (--allow-lossy) drops it"),
         (("h200-llama8b.yaml", "--to", "triton", "--allow-lossy", "--out", "x.yaml"),
          "--out: x.yaml must end in .pbtxt, or Triton's dynamic batcher does not read it"),
         (("h200-llama8b.yaml", "--to", "triton", "--allow-lossy", "--diff", "d.yaml"),
@@ -101,8 +102,10 @@ def test_a_shape_that_nobody_published_is_exported_for_a_model_to_be_named(
         ),
         (
             ("h200-llama8b.yaml", "--to", "vllm", "--for", "throughput"),
-            "max_wait_ms=5 has no counterpart in vLLM; --allow-lossy drops it",
+            "max_wait_ms=5 has no counterpart in vLLM; allow_lossy=True (--allow-lossy) drops it",
         ),
+        (("h200-llama8b.yaml", "--to", "vllm", "--model", "tiny"),
+         "--model: tiny is a shape with random weights that nobody has published; name a directory or hub id"),
         (
             ("nothing", "--to", "vllm"),
             "nothing: cannot be read (No such file or directory), and is no shipped profile either; "
@@ -124,6 +127,19 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     output = capsys.readouterr()
     assert output.out == "" and output.err == f"error: {says}\n"
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["./no-model", "../no-model", "/no/model"])
+def test_a_directory_that_is_not_here_is_written_with_a_note(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--model", name]) == 0
+    assert capsys.readouterr().err == f"note: --model is {name}; no such directory here\n"
+    assert yaml.safe_load((folder / "vllm.yaml").read_text(encoding="utf-8"))["model"] == name
+    (folder / "model").mkdir()
+    for there in ("./model", "org/model", str(folder / "model")):
+        assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--model", there]) == 0
+        assert capsys.readouterr().err == ""
 
 
 def test_what_is_dropped_is_said_in_the_file_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

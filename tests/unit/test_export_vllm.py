@@ -89,7 +89,8 @@ def test_no_wait_loses_nothing_and_a_wait_does() -> None:
     assert "max_wait_ms 2.5 ms is dropped: vLLM has no such setting" in some.reports
     with pytest.raises(InputError) as caught:
         export(sample_profile({"balanced": Knobs(max_wait_ms=2.5)}), VLLM)
-    assert str(caught.value) == "max_wait_ms=2.5 has no counterpart in vLLM; --allow-lossy drops it"
+    said = "max_wait_ms=2.5 has no counterpart in vLLM; allow_lossy=True (--allow-lossy) drops it"
+    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize(
@@ -216,8 +217,26 @@ def test_another_model_than_the_one_measured_has_another_pool() -> None:
 
 @pytest.mark.parametrize("given", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
 def test_the_measured_model_may_be_named(given: str) -> None:
-    assert made(model_given=given).written == made().written | {"model": given}
+    assert made(model_given=given).written == made().written
     assert not any("exported for" in line for line in made(model_given=given).warnings)
+
+
+def test_a_preset_that_is_named_stands_for_the_published_model_of_its_shape() -> None:
+    other = made(model_given="qwen3-8b")
+    assert other.written["model"] == "Qwen/Qwen3-8B" and "dtype" not in other.written
+    assert "vllm serve Qwen/Qwen3-8B " in other.command(Path("vllm.yaml"))
+    same = made(model=sample_model(name="Qwen/Qwen3-8B", random_weights=False), model_given="qwen3-8b")
+    assert same.written["model"] == "Qwen/Qwen3-8B" and same.written["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("preset", ["nano", "tiny"])
+def test_a_shape_that_nobody_has_published_cannot_be_served(preset: str) -> None:
+    for measured in ("tiny", "llama-3.1-8b"):
+        with pytest.raises(InputError) as caught:
+            made(model=sample_model(name=measured), model_given=preset)
+        assert str(caught.value) == (
+            f"--model: {preset} is a shape with random weights that nobody has published; name a directory or hub id"
+        )
 
 
 def test_a_chunk_may_cut_prompts_of_a_longer_model() -> None:

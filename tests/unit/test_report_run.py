@@ -108,7 +108,7 @@ def test_what_the_controller_turned_and_what_its_operator_did_are_told_apart(fil
     by_hand = turned[0]._replace(action="pause", old=turned[0].old, new=turned[0].old | {"token_budget": 777.0})
     attached = run.decisions[0]
     assert knobs(replace(run, decisions=(attached, by_hand))).title == (
-        "It turned no knob; its operator by hand token_budget once"
+        "The controller changed no knob; its operator by hand token_budget once"
     )
     both = knobs(replace(run, decisions=(*run.decisions, by_hand))).title
     assert both == f"{knobs(run).title}; its operator by hand token_budget once"
@@ -119,7 +119,7 @@ def test_knobs_that_were_restored_were_not_turned(files: tuple[Path, Path]) -> N
     turned = next(d for d in run.decisions if d.action == "set" and d.changes)
     back = turned._replace(action="kill", old=turned.new, new=turned.old)
     assert knobs(replace(run, decisions=(run.decisions[0], back))).title == (
-        "It turned no knob; the knobs from before it were restored"
+        "The controller changed no knob; the knobs from before it were restored"
     )
 
 
@@ -210,7 +210,7 @@ def test_without_records_it_says_what_is_lacking(files: tuple[Path, Path]) -> No
     assert absent == {"service", "latency", "rejected"}
     assert all("Without --records" in section.absent for section in made.sections if section.absent)
     assert any("Without --records" in text for text in made.run.lacking)
-    assert "It turned" in made.head.title
+    assert "The controller changed" in made.head.title
 
 
 def test_the_last_run_of_a_log_that_holds_several(files: tuple[Path, Path], tmp_path: Path) -> None:

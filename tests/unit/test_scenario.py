@@ -165,6 +165,21 @@ def test_requests_that_are_the_same_under_every_seed_count_once(tmp_path: Path) 
     assert found.offered_rate == pytest.approx(scores[0].offered_rate, abs=1e-3)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_places_inside_bins_make_no_other_requests(tmp_path: Path, mixed: bool) -> None:
+    """They vary with the seed, as what else is in a mix does, and the requests count once."""
+    (tmp_path / "t.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{2 * (n // 5)},{300 + n},20\n" for n in range(100))
+    )
+    load = f"a={tmp_path / 't.csv'}@0.5+b=poisson:prompt=300,output=20@0.5" if mixed else str(tmp_path / "t.csv")
+    world = scenario(workload=load)
+    assert world.distinct(range(3), 80) == (0, 1, 2)
+    scores = [world.measure(Knobs(), 2.0, seed, requests=80) for seed in range(3)]
+    assert {score.seed for score in scores} == {0} and len({score.e2e_mean_ms for score in scores}) == 3
+    found = point([Run(stage="simulation", label="it", trial=-1, score=score) for score in scores])
+    assert found.offered == pytest.approx(80, abs=2) and found.attainment_low < 0.97
+
+
 def test_the_mean_answer_is_that_of_the_requests_that_count(tmp_path: Path) -> None:
     """Answers of 20 tokens and more, each one longer than the one before; two of the 20 requests are the warm-up."""
     replayed = scenario(workload=trace(tmp_path / "t.csv"))
@@ -177,15 +192,11 @@ def test_the_mean_answer_is_that_of_the_requests_that_count(tmp_path: Path) -> N
 def test_whose_requests_depend_on_the_seed(tmp_path: Path) -> None:
     replayed = trace(tmp_path / "t.csv")
     for workload in (replayed, f"{replayed},limit=5", f"a={replayed}@1", "fixed:prompt=9,output=9"):
-        assert scenario(workload=workload).seedless(100), workload
-    for workload in (
-        EVEN,
-        f"{EVEN},limit=20",
-        "fixed:prompt=9-99",
-        f"{replayed},bin=1",
-        f"a={replayed}@0.5+b=poisson@0.5",
-    ):
-        assert not scenario(workload=workload).seedless(100), workload
+        assert scenario(workload=workload).repeated(100) == 1, workload
+    assert scenario(workload=f"{replayed},bin=1").repeated(100) == 1, "only places inside bins do"
+    assert scenario(workload=f"a={replayed}@0.4+b=poisson@0.6").repeated(100) == pytest.approx(0.4)
+    for workload in (EVEN, f"{EVEN},limit=20", "fixed:prompt=9-99"):
+        assert not scenario(workload=workload).repeated(100), workload
 
 
 def test_one_request_is_too_few() -> None:

@@ -17,6 +17,7 @@ import pytest
 from autotune.cli.main import run
 from autotune.cli.options import request_classes
 from autotune.cli.serve import _setting
+from autotune.control.decision_log import DecisionLog
 from autotune.engines.own import OwnSource
 from autotune.profile import save_profile
 from runtime.errors import InputError
@@ -116,6 +117,7 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
             ("tiny", "--relegate-late", "--reject-late", "--slo", "ttft=1s"),
             "--reject-late and --relegate-late do not go",
         ),
+        (("tiny", "--slo", "ttft=1s", "--controller", "foo"), "error: --controller is 'foo'; it must be one of aimd, "),
         (("tiny", "--decisions", "d.jsonl"), "--decisions is d.jsonl, but no controller is attached"),
         (("tiny", "--slo", "ttft=1s", "--no-control", "--decisions", "d.jsonl"), "but no controller is attached"),
         (
@@ -138,6 +140,19 @@ def test_bad_input_is_one_line_and_2(words: tuple[str, ...], says: str) -> None:
     lines = [line for line in text.splitlines() if " · loading " not in line]
     assert code == 2
     assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
+
+
+def test_a_log_that_another_server_took_while_the_model_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "d.jsonl"
+    held = list[DecisionLog]()
+    monkeypatch.setattr("runtime.serving.run.warm_up", lambda engine: held.append(DecisionLog(path)))
+    code, text = ended("nano", "--slo", "ttft=1s", "--port", "0", "--device", "cpu", "--decisions", str(path))
+    held[0].join()
+    assert code == 2 and text.endswith(
+        f"\nerror: --decisions: a controller that has not been closed writes its decisions to {path}; name another file\n"
+    )
 
 
 class Source:

@@ -366,6 +366,18 @@ def test_an_slo_that_every_rate_meets_is_no_bad_input(path: str, capsys: pytest.
     assert "unbounded: no rate tried missed tpot=1000000ms@99% (requested; up to " in out and "have no price" in out
 
 
+def test_an_slo_that_no_rate_meets_is_said_with_what_is_met(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the lowest rate tried; of no capacity there is an interval."""
+    options = ["capacity", path, "--workload", EVEN, "--slo", "ttft=1ms", "--token-budget", "512", "--requests", "50"]
+    assert run(options) == 1
+    out = flat(capsys.readouterr().out)
+    assert re.search(
+        r"No rate meets ttft=1ms@99%: with requested, 0.0% of the requests do at [\d.]+ req/s, the lowest tried. Relax --slo.",
+        out,
+    )
+    assert "interval" not in out
+
+
 @pytest.mark.slow
 def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = profiled()

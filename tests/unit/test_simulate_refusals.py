@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> str:
         (["--kv-tokens", "999999999999"], "--kv-tokens is 999999999999; it must be a whole number from 1 to 1073741824"),
         (["--scale", "compute=1,compute=2"], "--scale: compute is given twice"),
         (["--price", "2.50"], '--price: "2.50" is not a price for a time; write 2.50/h'),
-        (["--controller", "pid"], "--controller: controller is 'pid'; it must be one of "),
+        (["--controller", "pid"], "--controller is 'pid'; it must be one of "),
         (["--token-budget", "0"], "--token-budget is 0; it must be a whole number between 1 and "),
         (["--seeds", "0"], "--seeds is 0; it must be a whole number from 1 to 1000"),
         (["--seed", "-1"], "--seed is -1; it must be a whole number from 0 to "),

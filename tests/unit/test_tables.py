@@ -151,14 +151,21 @@ def test_verbs_draw_for_the_terminal_they_are_on(
         assert "\x1b[" in out and "TTFT p99" in out and "…" not in out
 
 
-def test_only_of_a_replayed_trace_are_the_arrivals_said_to_be_the_same(tmp_path: Path) -> None:
+def test_only_of_a_replayed_trace_are_requests_said_to_be_the_same(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,5,1\n2,6,1\n")
-    for spec, same in (("azure-conv:length=1/8", False), (f"azure-conv:{trace}", True), (f"{trace}x", False)):
+    for spec, said in (
+        ("azure-conv:length=1/8", ""),
+        (f"azure-conv:{trace}", "(a trace brings the same requests under every seed)"),
+        (f"azure-conv:{trace},bin=1", "(a trace brings the same requests under every seed)"),
+        (f"a={trace}@0.3+b=poisson@0.7", "(a trace brings the same 30% of the requests under every seed)"),
+        (f"{trace}x", ""),
+    ):
         load = profile().workload.model_copy(update={"spec": spec, "validation_seeds": (1, 2)})
         console = Console(width=160, file=StringIO(), record=True)
         profiled_tables.show(profile(workload=load), console)
-        assert ("a trace brings the same arrivals under every seed" in " ".join(console.export_text().split())) is same
+        text = " ".join(console.export_text().split())
+        assert said in text and ("(a trace brings" in text) == bool(said)
 
 
 @pytest.mark.parametrize("name", ["chat[eu]", "[/x]", "@chat"])

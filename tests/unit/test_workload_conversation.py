@@ -115,11 +115,19 @@ def test_single_turns_and_options() -> None:
     assert len({a.tenant for a in arrivals}) == 6
 
 
+@pytest.mark.parametrize(("turns", "most"), [(1, 12), (4, 12), (4.5, 14), (40, 120)])
+def test_longer_conversations_are_cut_later(turns: float, most: int) -> None:
+    source = parse_workload(f"shared-prefix:turns={turns}").source
+    assert isinstance(source, Conversations) and source.max_turns == most
+    assert source.mean_turns > 0.94 * turns
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Conversations(rate=0), "rate is 0"),
         (lambda: Conversations(turns=0.9), "turns is 0.9; it must be at least 1"),
+        (lambda: Conversations(turns=101.0), "turns is 101.0; it must be at least 1 and at most 100"),
         (lambda: Conversations(max_turns=0), "max_turns is 0"),
         (lambda: Conversations(think_s=-1), "think_s is -1"),
         (lambda: Conversations(system_prompts=()), "at least one tenant"),

@@ -77,6 +77,18 @@ def test_a_mix_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
     assert Counter(a.request_class for a in arrivals)["chat"] == 50
 
 
+def test_of_a_mix_the_share_of_its_traces_is_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{n // 5},10,2\n" for n in range(50)))
+    for text, share in (
+        (f"a={trace}@0.3+b=poisson@0.7", 0.3),
+        (f"a={trace}@0.3+b={trace},bin=0@0.7", 1.0),
+        ("a=fixed", 0.0),
+    ):
+        assert parse_workload(text).replayed == pytest.approx(share)
+    assert parse_workload("a=fixed").repeated(limit=20) == 1, "no seed changes it"
+
+
 @pytest.mark.parametrize("rows", ["5,10,2\n5,10,2\n", "5,10,2\n"])
 def test_a_trace_of_one_time_is_named_with_its_class(tmp_path: Path, rows: str) -> None:
     trace = tmp_path / "trace.csv"

@@ -124,7 +124,7 @@ def test_paths_may_hold_commas_colons_and_dots(tmp_path: Path) -> None:
         ("poisson:limit=1_000", "limit is '1_000'; it must be a whole number"),
         ("poisson:prompt=1_000", "prompt is '1_000'"),
         ("shared-prefix:turns=1e300", "turns is '1e300'; it must be a number"),
-        ("shared-prefix:turns=1e6", "turns is 1000000.0; it must be at least 1 and at most 1000"),
+        ("shared-prefix:turns=1e6", "turns is 1000000.0; it must be at least 1 and at most 100"),
         ("shared-prefix:tenants=1000000000", "tenants is '1000000000'; it must be a whole number from 1 to 10000"),
     ],
 )
@@ -143,7 +143,7 @@ def test_errors_quote_the_text_and_say_what_is_allowed(text: str, complaint: str
         "poisson:prompt=1000000000~100,output=1-1000000000",
         "poisson:prompt=1000000000,length=1e9,time=1e-9",
         "azure-code:length=1e-9,time=1e9",
-        "shared-prefix:turns=1000,think=1e-9,user=1e9,answer=1e-9",
+        "shared-prefix:turns=100,think=1e-9,user=1e9,answer=1e-9",
         "shared-prefix:tenants=10000,think=1e9,length=1e9",
     ],
 )

@@ -147,6 +147,11 @@ def test_a_bin_is_guessed_only_where_times_repeat() -> None:
     assert guess_bin([0.0, 0.0, 3.0, 3.0, 3.0, 6.0, 9.0, 9.0]) == 3.0
     assert guess_bin([0.0, 1.0, 1.0, 2.5, 3.0]) == 0.0
     assert guess_bin([4.0, 4.0]) == 0.0
+    alone = [100.0 + 7 * i for i in range(6)]
+    assert guess_bin([0.0] * 3 + [1.0] * 3 + alone) == 7.0, (
+        "half of the requests share their time, if few times are shared"
+    )
+    assert guess_bin([0.0] * 2 + [1.0] * 3 + alone) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -172,7 +177,15 @@ def test_a_bin_is_guessed_only_where_times_repeat() -> None:
         (HEADER + "5,5,1\n3,5,1\n", "line 3: its time is 2 s before the line above; times must not descend"),
         (
             HEADER + "0,5,1\n2023-11-16 18:17:03,5,1\n",
-            "line 3: TIMESTAMP is a date and time, and that .* above a number of",
+            "line 3: TIMESTAMP is a date and time without a time zone, and that .* above a number of",
+        ),
+        (
+            HEADER + "2024-03-10 10:00:00+02:00,5,1\n2024-03-10 10:00:01,5,1\n",
+            "line 3: TIMESTAMP is a date and time without a time zone, and that of the line above a date and time with a",
+        ),
+        (
+            HEADER + "2024-03-10 10:00:00,5,1\n2024-03-10 10:00:01Z,5,1\n",
+            "line 3: TIMESTAMP is a date and time with a time zone, and that .* without a time zone; all must be of one kind",
         ),
         (
             HEADER + "2023-11-16 18:17:03,5,1\n1.8e9,5,1\n",

@@ -24,14 +24,14 @@ def knobs(run: Run) -> Section:
         for action in ("pause", "kill")
     )
     turned = {name: count - by_hand[name] - restored[name] for name, (count, _, _) in found.changes.items()}
-    title = f"It turned {_times(turned)}" if any(turned.values()) else "It turned no knob"
+    title = f"The controller changed {_times(turned)}" if any(turned.values()) else "The controller changed no knob"
     if by_hand:
         title += f"; its operator by hand {_times(by_hand)}"
     if restored:
         title += "; the knobs from before it were restored"
     lead = "Each knob from decision to decision; hover over a dot to read why."
     if found.would_change:
-        title = f"It would have turned knobs {found.would_change} times, and was only allowed to watch"
+        title = f"The controller would have changed knobs {found.would_change} times, and was only allowed to watch"
     plots = tuple(_plot(run, spec) for spec in KNOBS if spec.name in found.changes)
     return Section("knobs", "Knobs", title, lead if plots else "", plots)
 
