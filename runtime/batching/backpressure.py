@@ -55,7 +55,7 @@ class Backpressure:
         those whose threads wait: these raise it themselves."""
         entered = 0
         refused: list[tuple[Item, Exception]] = []
-        while self._line and self.admits:
+        while self._line and self.admits and self._core.fault is None:
             item = next(iter(self._line))
             place = self._line.pop(item)
             waited = now - item.arrival  # it arrives when it is let in: before, its caller was held back

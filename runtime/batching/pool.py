@@ -120,6 +120,11 @@ class Pool:
             item.state = ENDED
             self._record_refusal(item, error)
             raise
+        except BaseException:  # such as Ctrl-C, while it stood in line
+            with self.lock:
+                refused = self._places_freed([])
+            self._tell_refused(refused)
+            raise
 
     def _take_in(self, item: Item, block: bool, patient: bool) -> None:
         if self.closed:
@@ -342,8 +347,11 @@ class Pool:
         with self.lock:
             self._broken = f", for its strategy or grouping raised {error!r}"
             self.core.fault = self.core.fault or error
+            self.closed = self.core.state.closing = True
             ended = self.core.drop_waiting(f"the batcher broke down: {error!r}", FinishReason.ERROR)
+            refused = self._backpressure.refuse(self._closed_because)
         self.stop(drain=True)
+        self._tell_refused(refused)
         self._end_early(ended)
 
     def _tell_refused(self, refused: Sequence[tuple[Item, Exception]]) -> None:

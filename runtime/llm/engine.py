@@ -16,7 +16,7 @@ from runtime.llm.drafts import NgramDrafter
 from runtime.llm.gather import complete_all
 from runtime.llm.intake import Intake, ServedModel
 from runtime.llm.loop import EngineLoop
-from runtime.llm.output import Detokenizer, OutputProcessor
+from runtime.llm.output import Detokenizer, OutputProcessor, guarded
 from runtime.llm.parts import MAX_KV_TOKENS, check_types, parts_of
 from runtime.llm.plan import Executor
 from runtime.llm.prefix import token_hasher
@@ -142,7 +142,7 @@ class Engine(TunableEngine):
             share=share,
             classes={"default", *slos} if slos.keys() - {"default"} else (),
         )
-        self._decode = None if served.tokenizer is None else served.tokenizer.decode
+        self._decode = None if served.tokenizer is None else guarded(served.tokenizer.decode)
         output = OutputProcessor(served.eos_token_ids, self._decode)
         scheduler = Scheduler(
             kv_blocks=parts.kv_blocks,

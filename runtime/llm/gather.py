@@ -30,10 +30,8 @@ def complete_all(
         index, stream = running[0]
         try:
             results[index] = stream.result()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # somebody's tokenizer raises what it likes
-            keep(index, error if isinstance(error, Exception) else _as_exception(error))
+        except Exception as error:
+            keep(index, error)
         running.popleft()
         advance()
 
@@ -65,9 +63,3 @@ def complete_all(
         for _, stream in running:
             stream.cancel()
     return results
-
-
-def _as_exception(error: BaseException) -> RuntimeError:
-    made = RuntimeError(repr(error))
-    made.__cause__ = error
-    return made

@@ -125,6 +125,20 @@ class Detokenizer:
         return text[:cut]
 
 
+def guarded(decode: Decode) -> Decode:
+    """``decode``, whose panics (of a tokenizer in Rust, say), which are no ``Exception``, become ``RuntimeError``."""
+
+    def decoded(ids: list[int]) -> str:
+        try:
+            return decode(ids)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as panic:
+            raise RuntimeError(f"the tokenizer broke: {panic!r}") from panic
+
+    return decoded
+
+
 class OutputProcessor:
     """Appends sampled ids to ``sequence.output`` and says which sequences stop with them.
 

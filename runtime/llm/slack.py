@@ -76,7 +76,7 @@ class SlackTracker:
         self.following = False
 
     def _deadlines_now(self) -> dict[str, tuple[float | None, float | None]]:
-        return {name: (slo.ttft_ms, slo.e2e_ms) for name, slo in self.slos.items()}
+        return {name: (slo.ttft_ms, slo.e2e_ms) for name, slo in [*self.slos.items()]}  # another thread may set one
 
     def deadlines_changed(self) -> bool:
         """Whether a TTFT or E2E target has changed since the last call: requests that wait were queued by another."""

@@ -6,7 +6,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Self, TypeVar
 
@@ -87,8 +86,12 @@ class TunableCore(Tuning):
         made = AdmissionPolicy.of(policy)
         kept = Kept(source) if self._threads and source is not None else None
         heeded = source if kept is None else _Rates(kept)
-        self._post(partial(self._core.set_admission, made, weights=self._weights, source=heeded))
-        self._kept_source = kept
+
+        def change() -> None:
+            self._core.set_admission(made, weights=self._weights, source=heeded)
+            self._kept_source = kept
+
+        self._post(change)
 
 
 class _Rates(StandIn[RateSource], RateSource):

@@ -1,7 +1,8 @@
 """Fair share: tenants that want more than they get share by work. Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
 
 What a tenant queues starts, in virtual time, where the tenant's previous work ends, and lasts work / weight; the smallest start
-goes first. A tenant that has nothing queued starts at the present virtual time: what it did not use is not saved up.
+goes first. A tenant that has nothing queued starts at the present virtual time: what it did not use is not saved up, and one that
+queues its next request only when the last has been taken gets less than a share.
 
 Virtual time is the start of what was taken last, and grows at least by the work taken / weight of the tenants that have
 something queued, as in generalized processor sharing (Parekh and Gallager, IEEE/ACM Transactions on Networking 1, 1993). By
@@ -33,13 +34,18 @@ class Shares:
         self.now = 0.0
         self.starts: dict[str, float] = {}
         self._queued: dict[str, int] = {}  # how often a tenant has joined and not left
+        self._sharing = 0.0  # the weight of those in it
         self._share = 0.0  # of what was taken last: virtual time grows by it when more is taken
         self._most = _REMEMBERED
 
     def join(self, tenant: str) -> float:
         """``tenant`` queues work. Returns where it starts; one that had none has saved up nothing."""
-        self._queued[tenant] = self._queued.get(tenant, 0) + 1
-        start = self.starts[tenant] = max(self.now, self.starts.get(tenant, 0.0))
+        start, queued = self.starts.get(tenant, 0.0), self._queued.get(tenant, 0)
+        if not queued:
+            start = max(self.now, start)
+            self._sharing += self._weights.get(tenant, 1.0)
+        self.starts[tenant] = start
+        self._queued[tenant] = queued + 1
         return start
 
     def leave(self, tenant: str) -> None:
@@ -47,6 +53,8 @@ class Shares:
         count = self._queued.pop(tenant, 0)
         if count > 1:
             self._queued[tenant] = count - 1
+        elif count:
+            self._sharing = self._sharing - self._weights.get(tenant, 1.0) if self._queued else 0.0
 
     def lasts(self, queued: Queued) -> float:
         return queued.work / self._weights.get(queued.tenant, 1.0)
@@ -68,15 +76,10 @@ class Shares:
         """What starts at ``start`` goes, ``work`` altogether; its tenants have not left yet. Every now and then, tenants that owe
         nothing and have nothing queued are forgotten."""
         self.now = max(self.now + self._share, start)
-        self._share = work / self._sharing()
+        self._share = work / (self._sharing or 1.0)
         if len(self.starts) > self._most:
             self.starts = {t: at for t, at in self.starts.items() if at > self.now or t in self._queued}
             self._most = max(_REMEMBERED, 2 * len(self.starts))
-
-    def _sharing(self) -> float:
-        """The weight of those that have something queued; 1 if nobody has."""
-        weighted = [weight for tenant, weight in self._weights.items() if tenant in self._queued]
-        return sum(weighted) + len(self._queued) - len(weighted) or 1.0
 
 
 class FairShare:

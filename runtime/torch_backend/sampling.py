@@ -21,6 +21,7 @@ _HASH: Final = (
     (np.uint32(15), np.uint32(0x735A2D97), np.uint32(0)),
 )  # shift, factor, and whether the second half of the key comes in
 _SMALL: Final = 1e-3
+_MOST: Final = np.float32(1 - 2.0**-24)
 _COLDEST = 1e-7  # below this a temperature would divide by zero in float32; the draw is greedy long before
 
 
@@ -327,11 +328,11 @@ def gumbel(key: bytes, count: int) -> np.ndarray:
     uniform = bits.astype(np.float32)
     uniform += np.float32(0.5)
     uniform *= np.float32(2.0**-32)
-    with np.errstate(divide="ignore"):  # one in 2²⁵ is 1: its noise is −∞
-        exponential = -np.log(1 - uniform)
-        small = np.flatnonzero(uniform < _SMALL)  # which 1 − u would round
-        exponential[small] = uniform[small] * (1 + uniform[small] / 2)
-        return -np.log(exponential)
+    np.minimum(uniform, _MOST, out=uniform)  # what is rounded to 1 would be noise of −∞
+    exponential = -np.log(1 - uniform)
+    small = np.flatnonzero(uniform < _SMALL)  # which 1 − u would round
+    exponential[small] = uniform[small] * (1 + uniform[small] / 2)
+    return -np.log(exponential)
 
 
 def _logprobs(

@@ -13,7 +13,7 @@ import pytest
 from runtime import Batcher, FinishReason
 from runtime.batching.item import Item
 from runtime.batching.strategies import Dynamic
-from runtime.batching.strategies.protocol import State
+from runtime.batching.strategies.protocol import Decision, State
 from runtime.errors import RejectedError, RequestTimeoutError
 from tests.fakes import Records
 from tests.unit.batcher_doubles import Gated
@@ -264,6 +264,68 @@ async def test_who_is_refused_at_its_place_hears_of_it() -> None:
     assert await asyncio.gather(*tasks, b(4)) == [0, 1, 4]
     await b.aclose()
     assert Counter((r.reason, r.cause) for r in heard.requests) == {(STOP, ""): 3, (FinishReason.REJECTED, "slo"): 2}
+
+
+class Breaks(Dynamic):
+    broken = False
+
+    def decide(self, state: State) -> Decision:
+        if self.broken:
+            raise RuntimeError("boom")
+        return super().decide(state)
+
+
+async def test_a_breakdown_leaves_nobody_in_line_without_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other worker ends its call before the first one has closed the batcher."""
+    fn, strategy = Gated(), Breaks()
+    b = Batcher(fn, strategy=strategy, max_batch_size=1, max_queue=2, replicas=2)
+    stop, stopping = b._pool.stop, threading.Event()
+
+    def slowly(drain: bool) -> None:
+        fn.gate.release()
+        stopping.wait(0.2)
+        stop(drain)
+
+    monkeypatch.setattr(b._pool, "stop", slowly)
+    tasks = [asyncio.create_task(b(i)) for i in range(2)]
+    await asyncio.to_thread(until, lambda: len(fn.calls) == 2)
+    tasks += [asyncio.create_task(b(i)) for i in range(2, 10)]
+    await asyncio.to_thread(until, partial(stands, b, 2, 6))
+    strategy.broken = True
+    fn.gate.release()
+    done, pending = await asyncio.wait(tasks, timeout=30)
+    assert not pending and stands(b, 0, 0)
+    assert sum(task.exception() is None for task in done) == 2
+    await asyncio.wait_for(b.aclose(), 30)
+
+
+def test_who_is_interrupted_as_it_gets_its_place_gives_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = Gated()
+    with Batcher(fn, max_batch_size=1, max_queue=1) as b:
+        futures = [b.submit(0)]
+        fn.entered.acquire()
+        futures.append(b.submit(1))
+        wait = b._pool._backpressure.wait
+
+        def interrupted(item: Item) -> None:
+            if item.payload == 2:
+                monkeypatch.undo()
+                b._pool.core.forget(item)
+                b._pool._backpressure.leave(item)
+                b._pool.core.forget(futures[1].item)  # whose place it had
+                raise KeyboardInterrupt
+            wait(item)
+
+        monkeypatch.setattr(b._pool._backpressure, "wait", interrupted)
+        thread = threading.Thread(target=lambda: futures.append(b.submit(3)))
+        thread.start()
+        until(partial(stands, b, 1, 1))
+        with pytest.raises(KeyboardInterrupt):
+            b.submit(2)
+        assert stands(b, 1, 0)
+        thread.join(30)
+        fn.gate.release(3)
+        assert futures[2].result(30) == 3
 
 
 def test_everybody_in_line_has_one_outcome() -> None:

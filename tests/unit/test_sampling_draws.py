@@ -107,3 +107,11 @@ def test_noise_follows_the_gumbel_distribution() -> None:
     for table in (uniform[::20], uniform[:, ::20].T):
         apart = np.corrcoef(table) - np.eye(100)
         assert np.abs(apart).max() < 6 / 2000**0.5
+
+
+def test_noise_is_never_so_low_that_a_token_left_out_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hash in 2²⁵ is rounded to 1."""
+    monkeypatch.setattr("runtime.torch_backend.sampling._HASH", [(np.uint32(31), np.uint32(0), np.uint32(1))])
+    key = bytes(4) + b"\xff\xff\xff\xff"
+    noise = gumbel(key, 100)
+    assert np.allclose(noise, -np.log(24 * np.log(2)), rtol=1e-3)
