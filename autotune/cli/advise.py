@@ -243,6 +243,6 @@ def _simulated(
             runs.append(Run(stage="simulation", label=name, trial=-1, score=score))
             done += 1
             display.progress(done / (len(settings) * len(seeds)), f"{done}/{len(settings) * len(seeds)}", name, None)
-        points.append(point(runs).model_copy(update={"knobs": knobs}))
+        points.append(point(runs, once=scenario.repeated(requests) > 0).model_copy(update={"knobs": knobs}))
     display.stage_done(f"{done}/{done}", "")
     return points

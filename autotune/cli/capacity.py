@@ -99,7 +99,7 @@ def capacity(
         )
         if not top.rate and not stopped:
             with contextlib.suppress(Interrupted):
-                say(console, requested.at_no_rate(shown, slo, requests, controller, stop.is_set))
+                say(console, requested.at_no_rate(shown, requests, controller, stop.is_set))
         endless = unbounded_sentence(shown, scenario.slo, offered)
         if endless is not None:
             say(console, endless)

@@ -76,7 +76,7 @@ def export(
     path = find_profile(profile)
     lossy = allow_lossy or diff is not None
     made = export_to(load_either(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=lossy)
-    if model is not None and model.startswith(("/", "./", "../")) and not os.path.isdir(model):
+    if model is not None and model.startswith(("/", "./", "../")) and not os.path.exists(model):
         print(f"note: --model is {model}; no such directory here", file=sys.stderr)
     if diff is not None:
         if out is not None:

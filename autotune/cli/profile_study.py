@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _KEPT = "kept"  # names of the copies of earlier studies, which go when there is a new profile
-_MACHINE = {"kind", "cpu", "cores", "flags", "threads", "gpu"}  # what of it belongs to a study's identity
+_MACHINE = {"kind", "cpu", "cores", "threads", "gpu"}  # what of it belongs to a study's identity; of a CPU also flags
 _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 
 
@@ -51,9 +51,10 @@ class Requested:
     def identity(self) -> dict[str, Any]:
         """What makes a study this one and no other. Its KV pool belongs to it, too, and is kept in it (:func:`pool_of`)."""
         question, source = self.question, self.source
+        machine = _MACHINE if self.machine.kind == "gpu" else _MACHINE | {"flags"}
         return {
             "model": self.model.model_dump(mode="json"),
-            "machine": self.machine.model_dump(mode="json", include=_MACHINE),
+            "machine": self.machine.model_dump(mode="json", include=machine),
             "workload": self.spec,
             **({"requests": content_of(question.workload)} if question.workload.finite else {}),
             "rate": question.rate,

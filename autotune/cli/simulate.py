@@ -98,6 +98,7 @@ def simulate(
     with stop_on_interrupt() as stop, shared.control_errors_unlogged():
         display.stage("simulating")
         done, total, begun = 0, len(requested.settings) * len(taken), time.monotonic()
+        once = scenario.repeated(requests) > 0
         try:
             for name, setting in requested.settings.items():
                 runs = []
@@ -109,7 +110,7 @@ def simulate(
                     done += 1
                     left = (time.monotonic() - begun) / done * (total - done)
                     display.progress(done / total, f"{done}/{total}", name, left)
-                points.append(point(runs).model_copy(update={"knobs": setting}))
+                points.append(point(runs, once=once).model_copy(update={"knobs": setting}))
             beside = requested.beside_measured(offered, runs[-1].score.window_s, stop.is_set)
             display.stage_done(f"{done}/{total}", "")
             if requested.price is not None:

@@ -282,7 +282,6 @@ class SimulationOptions:
     def at_no_rate(
         self,
         found: Sequence[SettingCapacity],
-        slo: str,
         requests: int,
         controller: str | None,
         stop: Callable[[], bool],
@@ -292,9 +291,12 @@ class SimulationOptions:
         score = self.scenario.measure(
             one.knobs, tried.failed, tried.seed, requests=requests, controller=controller, stop=stop
         )
+        whose, do, relax = str(self.scenario.slo), "do", "--slo"
+        if self.scenario.classes:
+            whose, do, relax = "the SLO of every class", "meet their own", "--class"
         return (
-            f"No rate meets {slo}: with {one.label}, {score.weighted_attainment:.1%} of the requests do at "
-            f"{tried.failed:.3g} req/s, the lowest tried. Relax --slo."
+            f"No rate meets {whose}: with {one.label}, {score.weighted_attainment:.1%} of the requests {do} at "
+            f"{tried.failed:.3g} req/s, the lowest tried. Relax {relax}."
         )
 
     def data(self) -> dict[str, Any]:

@@ -87,10 +87,27 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def affine_cpus() -> Sequence[int]:
-    """Numbers of the CPUs that this process may run on; of all of them where the system does not say."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return range(os.cpu_count() or 1)
+    """Numbers of the CPUs that this process may run on; of all of them where the system does not say.
+
+    Those of all its threads: OMP_PROC_BIND binds each thread to some, the main thread as soon as torch is imported.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return range(os.cpu_count() or 1)
+    found: set[int] = set()
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError):  # it has ended
+                found |= os.sched_getaffinity(int(thread))
+    return sorted(found or os.sched_getaffinity(0))
+
+
+def listed_cpus(stat: Path = Path("/proc/stat")) -> Sequence[int]:
+    """Numbers of the CPUs whose times the system tells, in its order: those that are offline are not among them."""
+    try:
+        names = [line.partition(" ")[0] for line in stat.read_text().splitlines()]
+    except OSError:
+        return range(os.cpu_count() or 1)
+    return [int(name[3:]) for name in names if name.startswith("cpu") and name != "cpu"]
 
 
 def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -252,7 +269,7 @@ class OtherWork:
 
     def taken(self, threads: int) -> float:
         """Cores that ``threads`` of this process lacked on average because others had them."""
-        return max(0.0, self.cores() - (len(self._cpus) - threads))
+        return max(0.0, self.cores() - max(0, len(self._cpus) - threads))
 
     def cores(self) -> float:
         """Cores of these that other processes kept busy on average."""
@@ -266,8 +283,9 @@ class OtherWork:
         for child in psutil.Process().children(recursive=True):  # such as a worker of vLLM
             with suppress(psutil.Error):
                 mine += sum(child.cpu_times()[:4])
-        if self._cpus[-1] < len(each):  # a container may show its own, by numbers of their own
-            each = [each[cpu] for cpu in self._cpus]
+        listed = dict(zip(listed_cpus(), each, strict=False))
+        if all(cpu in listed for cpu in self._cpus):  # a container may show its own, by numbers of their own
+            each = [listed[cpu] for cpu in self._cpus]
         return sum(map(_busy, each)), mine, time.monotonic()
 
 

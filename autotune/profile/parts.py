@@ -62,6 +62,11 @@ class GpuInfo(Part):
     cuda: str = Field(description="CUDA version of the PyTorch build")
 
 
+def same_cpu(one: str, other: str, architecture: str) -> bool:
+    """By name. An ARM CPU that an earlier version measured has that of its ``architecture``, and may be any with numbers."""
+    return one == other or any(a == architecture and b.startswith(NUMBERED) for a, b in ((one, other), (other, one)))
+
+
 class Machine(Part):
     """The hardware fingerprint."""
 
@@ -104,11 +109,12 @@ class Machine(Part):
         return " and ".join(f"{word} {those}" for word, those in (("without", lacks), ("with", more)) if those)
 
     def same_processor(self, other: Machine) -> bool:
-        """By name. An ARM CPU that an earlier version measured has that of its architecture, and may be any with numbers."""
+        """By name; of an ARM CPU see :func:`same_cpu`."""
         if self.processor == other.processor:
             return True
-        pairs = ((self, other), (other, self))
-        return any(a.cpu == a._architecture == b._architecture and b.cpu.startswith(NUMBERED) for a, b in pairs)
+        if self.gpu or other.gpu or self._architecture != other._architecture:
+            return False
+        return same_cpu(self.cpu, other.cpu, self._architecture)
 
     @property
     def _architecture(self) -> str:

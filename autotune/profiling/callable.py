@@ -13,7 +13,6 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,7 +29,7 @@ from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, by_setting, callable_points
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.session import Sweep
-from autotune.profiling.setup import Comparison, in_window
+from autotune.profiling.setup import Comparison, balanced_seeds
 from autotune.profiling.simulator import PAIRED
 from autotune.profiling.stages.candidates import Candidate, around, candidate, stored_candidates
 from autotune.profiling.stages.validation import Validation
@@ -58,8 +57,8 @@ SIMULATED_WARM_UP = 0.1  # of a simulated window
 _SIMULATED_ITEMS = 2000
 _SLO_CALLS = 10  # the SLO in calls of one item, unless it is given
 _MEASURED, _RUNS = 4, 2  # settings, unless a number is requested, and runs that windows are sized for of each
-_SEEDS, _SEEDS_TRIED = 6, 8  # to measure under, and for each of them
-_SURELY_FILLED = 50.0  # items in a window on average: one in e^50 windows is empty
+_SEEDS = 6  # to measure under
+_FEWEST_ITEMS, _MANY_ITEMS = 2.0, 50.0  # in a window on average: fewer tell nothing; of so many any window will do
 _SHORT_S = 5.0  # to measure a setting: where there is less, fewer are
 _SHORTEST_S, _LONGEST_S, _UNBOUNDED_S = 0.5, 60.0, 6.0  # of a window; the latter where there is no budget
 _SIMULATED_SEED, _FRESH_SEED, _MEASURED_SEED = 1_000_003, 1_500_003, 2_000_003  # to the seed of the question
@@ -148,7 +147,7 @@ class CallableTarget:
         """As in :class:`~autotune.profiling.target.ProfilingTarget`; the calls of each size are one measurement."""
         slo = question.slo
         if question.rate is not None:  # raises for too few items: now, not when all is measured
-            filled_seeds(question.seed, question.rate, schedule)
+            measured_seeds(question.seed, question.rate, schedule)
         with meter.hardware():
             cost = measure_calls(
                 self.subject,
@@ -253,26 +252,25 @@ def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, sch
         slo_from=slo_from,
         window_s=schedule.window_s,
         warmup_s=schedule.warmup_s,
-        validation_seeds=filled_seeds(question.seed, rate, schedule),
+        validation_seeds=measured_seeds(question.seed, rate, schedule),
         simulated_seeds=(question.seed + _SIMULATED_SEED, question.seed + _FRESH_SEED),
         capacity=capacity,
         capacity_size=size,
     )
 
 
-def filled_seeds(seed: int, rate: float, schedule: Schedule) -> tuple[int, ...]:
-    """The first few seeds to measure under whose windows hold an item. Raises :class:`InputError` where there is none."""
-    load, end = ITEMS.at_rate(rate), schedule.warmup_s + schedule.window_s
-    seeds = range(seed + _MEASURED_SEED, seed + _MEASURED_SEED + _SEEDS_TRIED * _SEEDS)
-    if rate * schedule.window_s > _SURELY_FILLED:
-        return tuple(seeds[:_SEEDS])
-    found = (one for one in seeds if in_window(load, one, schedule.warmup_s, schedule.window_s))
-    if chosen := tuple(islice(found, _SEEDS)):
-        return chosen
-    raise InputError(
-        f"at {items_per_s(rate)} no item falls into the window, {schedule.warmup_s:.3g} to {end:.3g} s after the start; "
-        "give a longer --budget or a higher --rate"
-    )
+def measured_seeds(seed: int, rate: float, schedule: Schedule) -> tuple[int, ...]:
+    """Seeds to measure under, of windows near the mean load. Raises :class:`InputError` where next to nothing falls into one."""
+    first, expected = seed + _MEASURED_SEED, rate * schedule.window_s
+    if expected < _FEWEST_ITEMS:
+        longer = "a longer --budget or " if schedule.window_s < _LONGEST_S else ""
+        raise InputError(
+            f"at {items_per_s(rate)} a window of {schedule.window_s:.3g} s brings {expected:.2g} on average; it takes "
+            f"{_FEWEST_ITEMS:g}: give {longer}a higher --rate"
+        )
+    if expected > _MANY_ITEMS:
+        return tuple(range(first, first + _SEEDS))
+    return tuple(balanced_seeds(ITEMS.at_rate(rate), first, _SEEDS, schedule.warmup_s, schedule.window_s))
 
 
 @dataclass(frozen=True)

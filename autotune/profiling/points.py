@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -98,16 +99,16 @@ def _grouped(runs: Iterable[Run]) -> Iterable[list[Run]]:
     return groups.values()
 
 
-def _pooled(runs: Sequence[Run]) -> tuple[list[list[Score]], float, dict[str, Any]]:
+def _pooled(runs: Sequence[Run], *, once: bool = False) -> tuple[list[list[Score]], float, dict[str, Any]]:
     """Of runs of one setting at one rate the scores by seed, the seconds of all their windows, and what every point says.
 
-    Shares are pooled; percentiles are the median of each run's own. Runs of one seed met the same requests: together they
-    count once, by their mean, as 55 requests met twice are not 110 requests met.
+    Shares are pooled; percentiles are the median of each run's own. Runs of one seed, and all where they are to count ``once``,
+    met the same requests: together they count once, by their mean, as 55 requests met twice are not 110 requests met.
     """
     scores = [run.score for run in runs]
     seeds: dict[int, list[Score]] = {}
     for score in scores:
-        seeds.setdefault(score.seed, []).append(score)
+        seeds.setdefault(0 if once else score.seed, []).append(score)
     by_seed = list(seeds.values())
     offered = round(sum(_mean(same, lambda s: s.offered) for same in by_seed))
     met = min(offered, round(sum(_mean(same, lambda s: s.met) for same in by_seed)))
@@ -126,16 +127,16 @@ def _pooled(runs: Sequence[Run]) -> tuple[list[list[Score]], float, dict[str, An
     return by_seed, sum(_mean(same, lambda s: s.window_s) for same in by_seed), known
 
 
-def point(runs: Sequence[Run]) -> Point:
-    """Runs of one setting of an engine at one rate."""
-    scores, (by_seed, window, known) = [run.score for run in runs], _pooled(runs)
+def point(runs: Sequence[Run], *, once: bool = False) -> Point:
+    """Runs of one setting of an engine at one rate. ``once``: whatever their seeds, their requests are the same or some are."""
+    scores, (by_seed, window, known) = [run.score for run in runs], _pooled(runs, once=once)
     blocks = [(_mean(same, lambda s: s.window_s), _mean_blocks(same)) for same in by_seed]
     return Point(
         **known,
         stage=runs[0].stage,
         label=runs[0].label,
         rate=scores[0].rate,
-        offered_rate=_round(known["offered"] / window),
+        offered_rate=_round(sum(_mean(same, lambda s: s.offered) for same in by_seed) / window),
         goodput=goodput_spread(blocks, tuple(s.goodput for s in scores)),
         throughput=mean_spread(tuple(s.throughput for s in scores)),
         ttft_p50_ms=_median(scores, lambda s: s.ttft_ms.p50),
@@ -293,8 +294,8 @@ def _mean(scores: Sequence[Score], get: Callable[[Score], float]) -> float:
 
 
 def _mean_blocks(same: Sequence[Score]) -> list[tuple[float, float]]:
-    """Requests offered and met of each block, means over runs of the same requests."""
-    seconds = zip(*(score.blocks for score in same), strict=False)
+    """Requests offered and met of each block, means over runs of the same requests; a run that ended before has none in it."""
+    seconds = zip_longest(*(score.blocks for score in same), fillvalue=(0, 0))
     return [(statistics.fmean(o for o, _ in runs), statistics.fmean(m for _, m in runs)) for runs in seconds]
 
 

@@ -29,6 +29,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.profile.parts import same_cpu
 from autotune.profiling.kinds import Tried
 from autotune.profiling.points import Run
 from autotune.profiling.storage import SharedStorage, database, journal, locked, unwritable
@@ -45,12 +46,15 @@ _CLAIMED_WITHIN_S = 10.0  # a trial that does not say by then what it measures i
 _CLAIMS = 5  # that came too late, until the database is held for too slow
 _LONGEST_S = 3600.0  # nothing is measured for so long: whoever claimed it died before its first sign of life
 _WHERE_SAID = frozenset({"machine.flags", "torch", "transformers"})
-"""Facts that identities of earlier versions lack, and some of callables. They count where both identities have them."""
+"""Facts that identities of earlier versions lack, and some of callables and GPUs. They count where both identities have them."""
 
 
 def study_name(stem: str, identity: Mapping[str, Any]) -> str:
-    """A name for a shared study: whoever asks the same question comes to the same name, and nobody else does."""
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    """A name for a shared study: whoever asks the same question comes to the same name, and nobody else does.
+
+    Who differs in ``_WHERE_SAID`` alone comes to it too, and is refused there, in words.
+    """
+    text = json.dumps(_always_said(identity), sort_keys=True, separators=(",", ":"))
     return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -409,6 +413,16 @@ def _key(trial: FrozenTrial) -> str:
     return str(trial.user_attrs.get(_KEY, ""))
 
 
+def _always_said(identity: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """Its facts but those of ``_WHERE_SAID``."""
+    names = {key: f"{name}.{key}".lstrip(".") for key in identity}
+    return {
+        key: _always_said(identity[key], full) if isinstance(identity[key], Mapping) else identity[key]
+        for key, full in names.items()
+        if full not in _WHERE_SAID
+    }
+
+
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
     """What differs between two identities: ``slo was ttft=500ms, is now ttft=1s``."""
     if isinstance(old, dict) and isinstance(new, dict):
@@ -419,7 +433,9 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
             if full not in _WHERE_SAID or (key in old and key in new)
             for text in differences(old.get(key), new.get(key), full)
         ]
-    return [] if old == new else [f"{name} was {_plain(old)}, is now {_plain(new)}"]
+    if old == new or (name == "machine.cpu" and same_cpu(old, new, platform.machine())):
+        return []
+    return [f"{name} was {_plain(old)}, is now {_plain(new)}"]
 
 
 def _final(trial: FrozenTrial) -> bool:

@@ -211,14 +211,12 @@ class Scenario:
         decisions are appended to ``log``.
 
         One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
-        come faster or slower than ``rate`` (``Score.offered_rate``). Where some are the same under every seed (a trace's), the
-        score counts as one of seed 0 (``Score.seed``), so that scores put together count those requests once; ``seed`` draws the
-        step-time noise, places inside the bins of a trace, and what else is in a mix. Raises
-        :class:`~autotune.measure.evaluate.Interrupted` when ``stop`` says so.
+        come faster or slower than ``rate`` (``Score.offered_rate``). Where some are the same under every seed (:meth:`repeated`),
+        ``seed`` draws the step-time noise, places inside the bins of a trace, and what else is in a mix: scores put together
+        count ``once``. Raises :class:`~autotune.measure.evaluate.Interrupted` when ``stop`` says so.
         """
         warmup, window = self.window(rate, seed, requests)
-        found = self.measure_over(knobs, rate, seed, warmup, window, controller=controller, log=log, stop=stop)
-        return found.model_copy(update={"seed": 0}) if self.repeated(requests) else found
+        return self.measure_over(knobs, rate, seed, warmup, window, controller=controller, log=log, stop=stop)
 
     def measure_over(
         self,

@@ -24,7 +24,7 @@ from autotune.profiling.callable import (
     CallableSetup,
     CallableTarget,
     CallSimulator,
-    filled_seeds,
+    measured_seeds,
     offered_to,
     ranked,
 )
@@ -281,34 +281,40 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     assert ranked(second) == ranked(first)
 
 
-def test_seeds_to_measure_under_bring_an_item() -> None:
+@pytest.mark.parametrize("rate", [5.0, 12.0, 60.0])
+def test_windows_that_are_measured_offer_the_rate(rate: float) -> None:
+    """Those that hold an item by luck alone offer more."""
     seldom = Schedule(3.0, window_s=0.5, warmup_s=0.1, calibrate_s=0.4)
-    seeds = filled_seeds(7, 2.0, seldom)
-    assert len(seeds) == 6 and seeds != filled_seeds(7, 200.0, seldom) == tuple(range(2_000_010, 2_000_016))
-    assert all(in_window(ITEMS.at_rate(2.0), seed, 0.1, 0.5) for seed in seeds)
-    assert 1 <= len(filled_seeds(7, 0.2, seldom)) <= 6, "as many as there are"
+    seeds = measured_seeds(7, rate, seldom)
+    offered = [len(in_window(ITEMS.at_rate(rate), seed, 0.1, 0.5)) for seed in seeds]
+    assert len(set(seeds)) == 6 and all(abs(n - rate / 2) <= 1 for n in offered)
+    assert measured_seeds(7, 200.0, seldom) == tuple(range(2_000_010, 2_000_016))
+
+
+def test_a_window_in_which_hardly_an_item_falls_is_refused() -> None:
     with pytest.raises(InputError) as caught:
-        filled_seeds(7, 1e-6, seldom)
-    assert str(caught.value) == (
-        "at 1e-06 items/s no item falls into the window, 0.1 to 0.6 s after the start; "
-        "give a longer --budget or a higher --rate"
-    )
+        measured_seeds(7, 2.0, Schedule(3.0, window_s=0.5, warmup_s=0.1, calibrate_s=0.4))
+    told = "at 2 items/s a window of 0.5 s brings 1 on average; it takes 2: give "
+    assert str(caught.value) == told + "a longer --budget or a higher --rate"
+    with pytest.raises(InputError, match=r"brings 0\.6 on average; it takes 2: give a higher --rate"):
+        measured_seeds(7, 0.01, Schedule(3000.0, window_s=60.0, warmup_s=2.0, calibrate_s=0.4))
 
 
 @pytest.mark.usefixtures("few_items")
 def test_at_a_rate_that_brings_nothing_no_slo_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     still, target = VirtualClock(), Tireless(Ticking(0.001, 0.0))
     target.ticking.sizes.clear()
-    with pytest.raises(InputError, match="no item falls into the window"):
+    with pytest.raises(InputError, match=r"a window of 0\.5 s brings 5e-07 on average"):
         CallableSession(target, question(SLO(e2e_ms=100), 1e-6, 3.0, most=2), new_study(), Silent(), host=still).run()
     assert not target.ticking.sizes, "nothing is called for it"
 
-    requested = question(SLO(e2e_ms=100), 0.2, 3.0, most=2)
+    requested = question(SLO(e2e_ms=100), 5.0, 3.0, most=2)
     found = CallableSession(target, requested, new_study(), Silent(), host=still).run()
     assert found.runs and all(run.score.offered for run in found.runs) and found.confidence is not None
     assert found.setup is not None
-    (empty, *_) = (seed for seed in range(50) if not in_window(ITEMS.at_rate(0.2), seed, 0.0, found.setup.window_s))
-    monkeypatch.setattr("autotune.profiling.callable.filled_seeds", lambda *given: (empty,))
+    window = found.setup.warmup_s, found.setup.window_s
+    empty = next(seed for seed in range(99) if not in_window(ITEMS.at_rate(5.0), seed, *window))
+    monkeypatch.setattr("autotune.profiling.callable.measured_seeds", lambda *given: (empty,))
     found = CallableSession(target, requested, new_study(), Silent(), host=still).run()
     assert found.runs and not any(run.score.offered for run in found.runs)
     assert found.confidence is None, "nobody has seen anything"

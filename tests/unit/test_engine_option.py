@@ -25,7 +25,7 @@ from autotune.engines.own import OwnSource
 from autotune.engines.vllm import named as vllm_named
 from autotune.engines.vllm.model import model_of
 from autotune.engines.vllm.named import NamedVllm
-from autotune.profile import save_profile
+from autotune.profile import GpuInfo, save_profile
 from autotune.profile.fingerprint import machine, measured_on_another
 from autotune.profiling.pool import started
 from autotune.profiling.study import differences, open_study
@@ -416,6 +416,11 @@ def test_a_study_is_of_one_cpu_and_of_one_version_of_what_computes(monkeypatch: 
     first = requested(own)
     other_cpu, about = replace(first, machine=first.machine.model_copy(update={"flags": ("sve2",)})), first.identity
     assert [told.partition(" was ")[0] for told in differences(about, other_cpu.identity)] == ["machine.flags"]
+    gpu = GpuInfo(name="NVIDIA H200", count=1, memory_gib=139.8, capability="9.0", cuda="13.0")
+    on_gpu = replace(first, machine=first.machine.model_copy(update={"kind": "gpu", "gpu": gpu}))
+    assert "flags" in about["machine"] and "flags" not in on_gpu.identity["machine"], (
+        "where a GPU computes they do not count"
+    )
     monkeypatch.setattr("autotune.cli.profile_study.package_version", lambda name: "99")
     changed = differences(about, requested(own).identity)
     assert [told.partition(" was ")[0] for told in changed] == ["torch", "transformers"]

@@ -137,7 +137,8 @@ def test_a_directory_that_is_not_here_is_written_with_a_note(
     assert capsys.readouterr().err == f"note: --model is {name}; no such directory here\n"
     assert yaml.safe_load((folder / "vllm.yaml").read_text(encoding="utf-8"))["model"] == name
     (folder / "model").mkdir()
-    for there in ("./model", "org/model", str(folder / "model")):
+    (folder / "model.gguf").touch()
+    for there in ("./model", "org/model", str(folder / "model"), "./model.gguf"):
         assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--model", there]) == 0
         assert capsys.readouterr().err == ""
 

@@ -14,9 +14,11 @@ import pytest
 from autotune.profile import GpuInfo
 from autotune.profile.fingerprint import (
     OtherWork,
+    affine_cpus,
     cpu_flags,
     cpu_model,
     describe,
+    listed_cpus,
     machine,
     measured_elsewhere,
     memory_bytes,
@@ -100,6 +102,11 @@ def test_an_arm_profile_from_before_may_be_of_any_cpu_of_its_architecture() -> N
     assert graviton.differences(ampere) == ["CPU 0xc0 0xac3 instead of CPU 0x41 0xd4f"]
     x86 = before.model_copy(update={"cpu": "AMD EPYC", "os": "Linux 6.1 x86_64"})
     assert before.differences(x86) == ["AMD EPYC instead of aarch64"]
+    h200 = GpuInfo(name="NVIDIA H200", count=1, memory_gib=139.8, capability="9.0", cuda="13.0")
+    gh200 = h200.model_copy(update={"name": "NVIDIA GH200"})
+    with_h200 = before.model_copy(update={"kind": "gpu", "gpu": h200})
+    with_gh200 = graviton.model_copy(update={"kind": "gpu", "gpu": gh200})
+    assert with_h200.differences(with_gh200) == ["NVIDIA GH200 instead of NVIDIA H200"]
 
 
 def test_how_a_cpu_of_the_same_name_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +164,38 @@ def test_work_of_others_counts_on_cpus_that_this_process_may_use(
         idle: float
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: affinity)
+    monkeypatch.setattr("autotune.profile.fingerprint.listed_cpus", lambda: range(4))
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(os, "times", lambda: (0.0,) * 5)
     monkeypatch.setattr("psutil.cpu_times", lambda percpu: [Times(s * now[0], (1 - s) * now[0]) for s in shares])
     work = OtherWork()
     now[0] = 8.0
     assert work.cores() == pytest.approx(cores)
-    assert work.taken(len(affinity)) == pytest.approx(cores)
+    assert work.taken(len(affinity)) == work.taken(len(affinity) + 3) == pytest.approx(cores)
     assert work.taken(0) == pytest.approx(max(0.0, cores - len(affinity)))
+    monkeypatch.setattr("autotune.profile.fingerprint.listed_cpus", lambda: (0, 2, 3, 7))  # the others are offline
+    there = affinity <= {0, 2, 3, 7}
+    assert OtherWork()._now()[0] == pytest.approx(8 * (0.25 + 0.25 if there else sum(shares)))
+
+
+def test_cpus_that_are_listed_are_those_online(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("cpu  9 9 9\ncpu0 1 1 1\ncpu2 1 1 1\ncpu10 1 1 1\nintr 5\n")
+    assert [*listed_cpus(tmp_path / "stat")] == [0, 2, 10]
+    assert len(listed_cpus(tmp_path / "none")) == os.cpu_count()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no threads")
+def test_a_thread_that_is_bound_does_not_bind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libgomp binds the main thread under OMP_PROC_BIND."""
+    bound = {"1": {0}, "2": {0, 3}, "3": None}
+
+    def affinity(pid: int) -> set[int]:
+        if (found := bound[str(pid or 1)]) is None:
+            raise ProcessLookupError
+        return found
+
+    monkeypatch.setattr(os, "listdir", lambda path: [*bound])
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    assert affine_cpus() == [0, 3]
+    monkeypatch.setattr(os, "listdir", lambda path: [])
+    assert affine_cpus() == [0]

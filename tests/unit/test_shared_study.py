@@ -21,7 +21,7 @@ from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, hidden, without_passwords
-from autotune.profiling.study import SweepStudy, open_study, study_name
+from autotune.profiling.study import SweepStudy, differences, open_study, study_name
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from tests.unit.profiled_machine import FACTS, machine, no_locks, question
@@ -304,6 +304,14 @@ def test_other_questions_have_other_names_or_are_refused(shared: SharedStorage) 
     assert study_name("tiny", IDENTITY) == study_name("tiny", dict(reversed(IDENTITY.items())))
     assert study_name("tiny", IDENTITY) != study_name("tiny", other)
     assert study_name("tiny", IDENTITY).startswith("tiny-")
+    said = IDENTITY | {"machine": {"cpu": "A CPU", "flags": ["sve2"]}, "torch": "2.13", "transformers": "5"}
+    for unlike in (
+        said | {"torch": "2.14"},
+        said | {"machine": {"cpu": "A CPU", "flags": []}},
+        said | {"transformers": "6"},
+    ):
+        assert study_name("tiny", said) == study_name("tiny", unlike) and differences(said, unlike), "refused by name"
+    assert study_name("tiny", said) != study_name("tiny", said | {"machine": {"cpu": "B CPU", "flags": ["sve2"]}})
     with open_study(shared, IDENTITY) as study:
         study.put("setup", 1)
         with pytest.raises(InputError) as caught, open_study(shared, other):

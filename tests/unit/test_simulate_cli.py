@@ -378,6 +378,16 @@ def test_an_slo_that_no_rate_meets_is_said_with_what_is_met(path: str, capsys: p
     assert "interval" not in out
 
 
+def test_of_classes_whose_slos_no_rate_meets_each_has_its_own(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--workload", f"chat={EVEN}@0.5+batch={EVEN}@0.5", "--class", "chat:ttft=1ms", "--class", "batch:e2e=60s"]
+    assert run(["capacity", path, *load, "--token-budget", "512", "--requests", "50", "--seeds", "1"]) == 1
+    assert re.search(
+        r"No rate meets the SLO of every class: with requested, [\d.]+% of the requests meet their own at [\d.]+ req/s, the "
+        r"lowest tried. Relax --class.",
+        flat(capsys.readouterr().out),
+    )
+
+
 @pytest.mark.slow
 def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = profiled()

@@ -353,6 +353,15 @@ def test_what_a_study_from_before_does_not_say_is_not_compared() -> None:
     assert differences(now, other) == ["machine.flags was ['sve2'], is now ['sve']", "torch was 2.13, is now 2.14"]
 
 
+def test_an_arm_cpu_that_had_no_numbers_is_any_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    before, now, other = ({"machine": {"cpu": cpu}} for cpu in ("aarch64", "CPU 0x41 0xd40", "CPU 0xc0 0xac3"))
+    assert differences(before, now) == differences(now, before) == []
+    assert differences(now, other) == ["machine.cpu was CPU 0x41 0xd40, is now CPU 0xc0 0xac3"]
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert differences(before, now) == ["machine.cpu was aarch64, is now CPU 0x41 0xd40"]
+
+
 def test_more_simulated_trials_extend_a_finished_study(journal: Path) -> None:
     with open_study(journal, IDENTITY) as study:
         measure(study, 2)
