@@ -170,7 +170,9 @@ class Reference:
         self.count += 1
         live = Live(request, self.count, request.tokens)
         prompt = len(live.known)
-        start = max(self.virtual, self.tenant_ends.get(request.tenant, 0.0))
+        start = self.tenant_ends.get(request.tenant, 0.0)
+        if not any(one.request.tenant == request.tenant and not one.preemptions for one in self.waiting):
+            start = max(self.virtual, start)
         due = request.arrival + self.first_s if request.deadline is None else request.deadline
         prompt_s = prompt * (self.prompt_s / self.prompt_tokens) if self.prompt_tokens else 0.0
         live.key = {

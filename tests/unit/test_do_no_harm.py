@@ -43,8 +43,8 @@ standard errors once in 250 draws (Student's t, 17 degrees of freedom): one of 2
 well above ``BOUND``. An error grows with the harm itself, where some blocks fail and some do not; a tenth is no chance any more.
 """
 QUICK = (
-    "neighbour-gpu-best", "neighbour-cpu-slack", "crowded-cpu-best", "stalls-cpu-best", "scatter-cpu", "flips-gpu-best",
-    "flips-cpu", "infeasible-cpu", "full-cpu", "full-cpu-best",
+    "neighbour-gpu-best", "neighbour-cpu-slack", "stalls-cpu-best", "scatter-cpu", "flips-gpu-best", "flips-cpu",
+    "infeasible-cpu", "full-cpu", "full-cpu-best",
 )  # fmt: skip
 HERE = ("neighbour-cpu-slack", "full-cpu")
 """Of these in the default tier."""
@@ -87,6 +87,13 @@ def test_knobs_alone_meet_as_many_targets_as_the_starting_knobs(name: str) -> No
     """On seeds that constants were tuned on: none was tuned to less."""
     window = least(name, TUNED)
     assert window.theirs >= FEWEST
+    assert window.ratio >= BOUND
+
+
+@pytest.mark.slow
+def test_beside_a_crowd_they_do_on_many_seeds() -> None:
+    """Two or four seeds of it say little: eight groups of four are .96 to 1.05, whatever changes a step."""
+    window = least("crowded-cpu-best", range(301, 333))
     assert window.ratio >= BOUND
 
 
