@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from runtime.llm.plan import StepResult
 from runtime.records import FinishReason
 from runtime.request import Sequence
+from runtime.shared.panics import panics_as_errors
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +130,8 @@ def guarded(decode: Decode) -> Decode:
     """``decode``, whose panics (of a tokenizer in Rust, say), which are no ``Exception``, become ``RuntimeError``."""
 
     def decoded(ids: list[int]) -> str:
-        try:
+        with panics_as_errors("the tokenizer"):
             return decode(ids)
-        except (Exception, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as panic:
-            raise RuntimeError(f"the tokenizer broke: {panic!r}") from panic
 
     return decoded
 

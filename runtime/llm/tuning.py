@@ -15,8 +15,8 @@ from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import Adjustable, Core
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
-from runtime.shared.kept import Kept, StandIn
 from runtime.shared.listeners import Listeners
+from runtime.shared.stand_ins import Held, StandIn
 from runtime.shared.tuning import Tuning
 from runtime.slo import SLO
 from runtime.tunable import Capabilities, Lease, SchedulerView
@@ -38,7 +38,7 @@ class TunableCore(Tuning):
         threads: bool = False,
     ) -> None:
         super().__init__(core.settings, listeners, clock, slos, threads=threads)
-        self._kept_source: Kept[RateSource] | None = None
+        self._held_source: Held[RateSource] | None = None
         self._core = core
         self._weights = dict(weights)
 
@@ -84,12 +84,12 @@ class TunableCore(Tuning):
         """
         self._lease.check(lease)
         made = AdmissionPolicy.of(policy)
-        kept = Kept(source) if self._threads and source is not None else None
-        heeded = source if kept is None else _Rates(kept)
+        held = Held(source) if self._threads and source is not None else None
+        heeded = source if held is None else _Rates(held)
 
         def change() -> None:
             self._core.set_admission(made, weights=self._weights, source=heeded)
-            self._kept_source = kept
+            self._held_source = held
 
         self._post(change)
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from runtime.clock import Clock
 from runtime.knobs import KnobLimits, Knobs
-from runtime.shared.kept import Kept, ListenerStandIn, PolicyStandIn
 from runtime.shared.listeners import Listeners
 from runtime.shared.settings import Settings
+from runtime.shared.stand_ins import Held, ListenerStandIn, PolicyStandIn
 from runtime.slo import SLO
 from runtime.tunable import Lease, Listener, SchedulerView, StepPolicy
 
@@ -23,15 +23,15 @@ class Tuning(ABC):
 
     A subclass says how a change is made beside the threads that run, what follows from an SLO, and what the view is. Every
     call may come from any thread. ``threads``: whether there are threads that outlive this object; they get stand-ins of what
-    is given to it (:mod:`runtime.shared.kept`).
+    is given to it (:mod:`runtime.shared.stand_ins`).
     """
 
     def __init__(
         self, settings: Settings, listeners: Listeners, clock: Clock, slos: dict[str, SLO], *, threads: bool = False
     ) -> None:
         self._threads = threads
-        self._kept_listeners: set[Kept[Listener]] = set()
-        self._kept_policy: Kept[StepPolicy] | None = None
+        self._held_listeners: set[Held[Listener]] = set()
+        self._held_policy: Held[StepPolicy] | None = None
         self._settings = settings
         self._listeners = listeners
         self.clock = clock
@@ -120,13 +120,13 @@ class Tuning(ABC):
         ``lease`` and what is raised are those of :meth:`set_knobs`.
         """
 
-        kept = Kept(policy) if self._threads and policy is not None else None
-        heeded = policy if kept is None else PolicyStandIn(kept)
+        held = Held(policy) if self._threads and policy is not None else None
+        heeded = policy if held is None else PolicyStandIn(held)
 
         def change() -> None:
             self._lease.check(lease)
             self._settings.set_policy(heeded)
-            self._kept_policy = kept
+            self._held_policy = held
 
         self._change(change)
 
@@ -138,12 +138,12 @@ class Tuning(ABC):
         """
         if not (self._threads and getattr(listener, "holds_engine", False)):
             return self._listeners.subscribe(listener)
-        kept, everybody = Kept(listener), self._kept_listeners
-        everybody.add(kept)
-        end = self._listeners.subscribe(ListenerStandIn(kept))
+        held, everybody = Held(listener), self._held_listeners
+        everybody.add(held)
+        end = self._listeners.subscribe(ListenerStandIn(held))
 
         def ended() -> None:
             end()
-            everybody.discard(kept)
+            everybody.discard(held)
 
         return ended

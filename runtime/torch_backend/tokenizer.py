@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from runtime.errors import InputError
+from runtime.shared.panics import panics_as_errors
 
 BOS, EOS, PAD, TURN, END_OF_TURN = SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 FIRST_SPECIAL = 256
@@ -36,12 +37,8 @@ class Tokenizer:
         return self._ids(text)
 
     def _ids(self, text: str, **options: bool) -> list[int]:
-        try:
+        with panics_as_errors("the tokenizer"):
             ids: list[int] = self.tokenizer.encode(text, **options)
-        except (Exception, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as panic:
-            raise RuntimeError(f"the tokenizer broke: {panic}") from panic
         return ids
 
     def encode_chat(self, messages: Seq[Mapping[str, str]]) -> list[int]:
@@ -64,12 +61,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids without special tokens. Bytes that are not valid UTF-8 come out as U+FFFD."""
-        try:
+        with panics_as_errors("the tokenizer"):
             text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        except (Exception, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as panic:
-            raise RuntimeError(f"the tokenizer broke: {panic}") from panic
         return str(text)
 
     @property

@@ -17,7 +17,7 @@ from runtime.tunable import Listener, SchedulerView, StepPolicy
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class Held(Generic[T]):
     """What holds ``target`` for a :class:`StandIn`."""
 
     __slots__ = ("__weakref__", "target")
@@ -27,16 +27,16 @@ class Kept(Generic[T]):
 
 
 class StandIn(Generic[T]):
-    """Stands for ``kept.target`` as long as somebody holds ``kept``."""
+    """Stands for ``held.target`` as long as somebody holds ``held``."""
 
-    def __init__(self, kept: Kept[T]) -> None:
-        self._kept = weakref.ref(kept)
+    def __init__(self, held: Held[T]) -> None:
+        self._held = weakref.ref(held)
 
     @property
     def target(self) -> T | None:
         """None once nobody holds it."""
-        kept = self._kept()
-        return None if kept is None else kept.target
+        held = self._held()
+        return None if held is None else held.target
 
     def __repr__(self) -> str:
         return repr(self.target)

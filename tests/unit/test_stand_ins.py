@@ -108,7 +108,7 @@ def test_what_nobody_else_holds_hears_on_until_it_is_ended() -> None:
         end()
         end()
         one.generate([[7]], max_tokens=2)
-        assert len(requests) == 1 and not one._kept_listeners
+        assert len(requests) == 1 and not one._held_listeners
 
 
 def test_a_policy_that_nobody_else_holds_gives_budgets_until_another_does() -> None:
