@@ -149,7 +149,7 @@ class Sequence:
     __slots__ = (
         "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
         "own_key", "pending", "place", "preemptions", "relegated", "request", "retry_after", "scheduled", "state", "target",
-        "token_times", "was_relegated",
+        "token_times", "uncached", "was_relegated",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -172,7 +172,8 @@ class Sequence:
         self.relegated: float | None = None  # the key its ordering gave it, since it waits behind the others as a miss
         self.own_key: float | None = None  # what the scheduler's own ordering gave, while another holds
         self.was_relegated = False  # at any time
-        self.pending = 0  # tokens to compute, less those in the prefix cache when it was queued or late at its turn
+        self.uncached = 0  # tokens to compute, less those in the prefix cache when it was queued or late at its turn
+        self.pending = 0  # those of them that nobody else was to compute before
         self.cause = ""
         self.retry_after: float | None = None  # s until one like it may be computed, if it is not
         self.data: Any = None

@@ -185,12 +185,14 @@ class Admission:
         """Why ``sequence``, whose turn it is to begin, is late behind prompts in progress of which so much is left.
 
         If it is by what was in the prefix cache when it came, it is judged once more by what is there now, since others may have
-        computed the same prefix: ``recount`` says whether that is more.
+        computed the same prefix: ``recount`` says whether that is more. One that counted on others is judged by that at once.
         """
         if self.policy.late is None or sequence.generated or sequence.relegated is not None:
             return None
         if sequence.preemptions and self._relegated_when_late(sequence):  # it had begun
             return None
+        if sequence.pending < sequence.uncached:
+            recount(sequence)
         verdict = self._begins(sequence, now, in_progress)
         if verdict is not None and recount(sequence):
             verdict = self._begins(sequence, now, in_progress)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import Final
+
 from runtime.llm.kv_blocks import KVBlocks
+from runtime.llm.prefix import ComingPrefixes
 from runtime.request import Sequence, TokenHasher
+
+WORTH_WAITING: Final = 256
+"""Tokens of a prompt in progress that another shares, from which on that waits for them. About as many as a GPU computes in a
+step at no cost beside reading the weights: fewer are computed twice sooner than a step is waited for."""
 
 
 class Holdings:
@@ -12,6 +21,8 @@ class Holdings:
     def __init__(self, kv: KVBlocks, hasher: TokenHasher | None) -> None:
         self._kv = kv
         self.hasher = hasher
+        self.worth_waiting = WORTH_WAITING
+        self._coming = ComingPrefixes(kv.total)
         self._did_not_fit: tuple[Sequence, int, int] | None = None  # and the blocks and known content there were for it
 
     def uncached(self, sequence: Sequence) -> int:
@@ -20,6 +31,33 @@ class Holdings:
             return sequence.target
         known = len(self._kv.lookup(sequence.hashes, (sequence.target - 1) // self._kv.block_size))
         return sequence.target - known * self._kv.block_size
+
+    def queued(self, sequence: Sequence) -> None:
+        """``sequence`` is about to wait: count what it has to compute, without what others are going to compute before."""
+        size = self._kv.block_size
+        sequence.uncached = sequence.pending = self.uncached(sequence)
+        if not sequence.hashes:
+            return
+        known, coming = (sequence.target - sequence.uncached) // size, self._coming
+        if coming:
+            shared = takewhile(coming.__contains__, sequence.hashes[known : (sequence.target - 1) // size])
+            sequence.pending -= size * sum(1 for _ in shared)
+        coming.add(sequence, sequence.hashes[known : sequence.target // size])
+
+    def settled(self, sequence: Sequence) -> None:
+        """The prompt of ``sequence`` is computed and published, or is not going to be."""
+        self._coming.drop(sequence)
+
+    def awaits(self, sequence: Sequence, begun: Iterable[tuple[Sequence, int]]) -> bool:
+        """Whether ``sequence``, whose turn it is, had better wait for one of ``begun``, whose prompts are being computed: it has
+        much in common with what is still to come of it. Each comes with the tokens whose blocks are published."""
+        size, hashes = self._kv.block_size, sequence.hashes
+        ahead, last = -(-self.worth_waiting // size), (sequence.target - 1) // size
+        for other, published in begun:
+            at = published // size + ahead - 1  # chained: who has this block in common has all before it
+            if at < min(last, len(other.hashes)) and hashes[at] == other.hashes[at] and not self._kv.knows(hashes[at]):
+                return True
+        return False
 
     def fits(self, sequence: Sequence, spare: int, *, whole: bool = True) -> bool:
         """Give ``sequence`` the blocks of all its known tokens, if ``spare`` suffice; what was computed before is found. Without
@@ -48,6 +86,7 @@ class Holdings:
 
     def release(self, sequence: Sequence, *, trusted: bool) -> None:
         """Take the blocks back. Full ones with a known hash can still be found, unless a failed step wrote them."""
+        self._coming.drop(sequence)
         if not sequence.blocks:
             return
         if not trusted:
@@ -59,3 +98,8 @@ class Holdings:
                 self.publish(sequence, 0)
         self._kv.give(sequence.blocks)
         sequence.blocks = []
+
+    def check_integrity(self, held: Iterable[Sequence], computing: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless blocks are those of ``held``, and prefixes to come those of ``computing``. For tests."""
+        self._kv.check_integrity([sequence.blocks for sequence in held])
+        self._coming.check_integrity(list(computing))

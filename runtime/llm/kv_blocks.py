@@ -57,6 +57,10 @@ class KVBlocks:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def knows(self, digest: int) -> bool:
+        """Whether a block holds the prefix ``digest``."""
+        return digest in self._table
+
     def lookup(self, hashes: Sequence[int], most: int) -> list[int]:
         """The blocks of the longest known prefix of ``hashes``, at most ``most`` of them. Changes nothing."""
         found: list[int] = []

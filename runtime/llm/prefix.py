@@ -9,7 +9,7 @@ chooses both prompts needs some 2^64 of them to find one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -51,6 +51,53 @@ def token_hasher(block_size: int, salt: Callable[[Request], bytes] = lambda requ
         known.extend(_chain(parent, new, block_size))
 
     return extend
+
+
+class ComingPrefixes:
+    """The blocks that prompts which wait, or are in progress, are going to fill, by hash: who shares them has less to compute.
+
+    At most ``most`` blocks are remembered, as many as the KV pool has: more would not be found again.
+    """
+
+    __slots__ = ("_counts", "_hashes_of", "_most")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: dict[Hashable, int] = {}
+        self._hashes_of: dict[RunningSequence, Sequence[Hashable]] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, digest: Hashable) -> bool:
+        return digest in self._counts
+
+    def add(self, sequence: RunningSequence, hashes: Sequence[Hashable]) -> None:
+        """``sequence`` has been queued, and is going to fill blocks with ``hashes``, if nobody has before."""
+        counts = self._counts
+        if len(counts) + len(hashes) > self._most:
+            return
+        self._hashes_of[sequence] = hashes
+        for digest in hashes:
+            counts[digest] = counts.get(digest, 0) + 1
+
+    def drop(self, sequence: RunningSequence) -> None:
+        """The prompt of ``sequence`` is computed, or will not be."""
+        counts = self._counts
+        for digest in self._hashes_of.pop(sequence, ()):
+            if counts[digest] == 1:
+                del counts[digest]
+            else:
+                counts[digest] -= 1
+
+    def check_integrity(self, sequences: Sequence[RunningSequence]) -> None:
+        """Raise AssertionError unless all that is remembered is of ``sequences``, and counted right. For tests."""
+        assert self._hashes_of.keys() <= set(sequences), "blocks are to come from who computes no prompt"
+        counts: dict[Hashable, int] = {}
+        for hashes in self._hashes_of.values():
+            for digest in hashes:
+                counts[digest] = counts.get(digest, 0) + 1
+        assert counts == self._counts, "wrong count of blocks to come"
 
 
 def _root(salt: bytes) -> bytes:

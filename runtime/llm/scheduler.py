@@ -20,6 +20,7 @@ back the blocks of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import Chunk, StepPlan, StepResult
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue, precedes, put_behind, rank, unrelegate
+from runtime.llm.waiting import Entry, WaitingQueue, precedes, put_behind, rank, unrelegate
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
@@ -201,7 +202,7 @@ class Scheduler:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        sequence.pending = self.holdings.uncached(sequence)
+        self.holdings.queued(sequence)
         self.waiting.push(sequence)
         self.slack.queued(sequence)
 
@@ -222,8 +223,12 @@ class Scheduler:
         chunks: list[Chunk] = []
         limited, wake = LimitedBy.DEMAND, inf
         begun = self.begun() if self.prefills else []
+        aside: list[Entry] = []
         if begun or self.waiting.count:
-            limited, wake = self._plan_prompts(now, knobs, most, begun, chunks, fill=budget is not None)
+            try:
+                limited, wake = self._plan_prompts(now, knobs, most, begun, chunks, aside, fill=budget is not None)
+            finally:
+                self.waiting.put_back(aside)
         short = self.by_chunk and not self._hand_out(chunks)
         if short:
             limited, wake = self._hand_out_short(knobs, most, begun, chunks), inf
@@ -236,7 +241,9 @@ class Scheduler:
                 left = min(left, self.most_sampled - n - len(chunks))
             drafts = self._plan_drafts(each, left)
             n -= len(drafts)
-        alike = self.fast_forward and n and not chunks and not each and not short  # behind such a step others may begin
+        alike = (
+            self.fast_forward and n and not (chunks or each or short or aside)
+        )  # behind such a step others may begin
         if self.admission is not None and self.admission.policy.late and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1
@@ -282,10 +289,18 @@ class Scheduler:
         return tuple(drafts)
 
     def _plan_prompts(
-        self, now: float, knobs: Knobs, most: int, begun: list[Sequence], chunks: list[Chunk], *, fill: bool
+        self,
+        now: float,
+        knobs: Knobs,
+        most: int,
+        begun: list[Sequence],
+        chunks: list[Chunk],
+        aside: list[Entry],
+        *,
+        fill: bool,
     ) -> tuple[LimitedBy, float]:
-        """Fill ``chunks`` in order, with prompts in progress and new ones; ``fill``: with those that yielded, too. Returns what
-        stopped it and when to wake."""
+        """Fill ``chunks`` in order, with prompts in progress and new ones; ``fill``: with those that yielded, too. ``aside`` gets
+        those that wait for a prompt in progress which they share. Returns what stopped it and when to wake."""
         decoding = len(self.decodes.members)
         left = most - decoding
         limited, held, wake = LimitedBy.DEMAND, None, inf
@@ -300,6 +315,7 @@ class Scheduler:
         in_progress = len(begun)
         slots = min(knobs.max_batch_size, knobs.token_budget) - decoding - in_progress
         turn, yielding = 0, False
+        recount = partial(self._recount, chunks)
         held_until = None if knobs.max_wait_ms else -inf
         while True:
             head = None if held else waiting.peek()
@@ -327,10 +343,11 @@ class Scheduler:
                 held = LimitedBy.SLOTS
             elif left <= 0:
                 return LimitedBy.BUDGET, inf
+            elif head.hashes and self._awaits(head, chunks):
+                aside.append(waiting.set_aside())
             elif (
                 admission is not None
-                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:], self._recount))
-                is not None
+                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:], recount)) is not None
             ):
                 self._late(admission, head, verdict, now)
             elif not self._admit(head, now, chunks):
@@ -361,8 +378,23 @@ class Scheduler:
             return list(self.prefills)
         return sorted(self.prefills, key=rank)
 
-    def _recount(self, sequence: Sequence) -> bool:
-        return bool(sequence.hashes) and self.waiting.recount(sequence, self.holdings.uncached(sequence))
+    def _awaits(self, head: Sequence, chunks: list[Chunk]) -> bool:
+        """Whether ``head``, whose turn it is, had better begin behind a step, for what others compute in it. Those go before it:
+        each step brings that nearer. ``by_chunk`` blocks can be found as soon as they are handed out."""
+        if self.by_chunk:
+            return False
+        unsettled = self._unsettled
+        begun = [(chunk.sequence, unsettled.get(chunk.sequence, chunk.start)) for chunk in chunks]
+        if unsettled:
+            begun += [(sequence, start) for sequence, start in unsettled.items() if sequence.state != "prefill"]
+        return self.holdings.awaits(head, begun)
+
+    def _recount(self, chunks: list[Chunk], sequence: Sequence) -> bool:
+        if not sequence.hashes:
+            return False
+        if self.by_chunk:
+            self._hand_out(chunks)  # what is handed out can be found
+        return self.waiting.recount(sequence, self.holdings.uncached(sequence))
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """Relegate or end ``sequence``, as the policy says."""
@@ -541,6 +573,8 @@ class Scheduler:
         sequence.computed = chunk.start + chunk.count
         if sequence.hashes:
             self.holdings.publish(sequence, chunk.start)
+            if chunk.samples:
+                self.holdings.settled(sequence)
         if chunk.samples:
             self._sampled(sequence, now)
 
@@ -609,6 +643,8 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.hashes and sequence.state != "finished":
                 self.holdings.publish(sequence, chunk.start)
+                if chunk.samples:
+                    self.holdings.settled(sequence)
             if self.slack.following and sequence in new and sequence.state == "decode":
                 self.slack.left(sequence)
                 self.slack.decoding(sequence)
@@ -642,7 +678,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a counter, heap or block disagrees with the sequences. For tests: O(everything)."""
-        self.kv.check_integrity([s.blocks for s in (*self.decodes, *self.prefills)])
+        unsettled = (s for s in self._unsettled if s.state in ("decode", "left"))
+        self.holdings.check_integrity((*self.decodes, *self.prefills), (*self.waiting, *self.prefills, *unsettled))
         self.decodes.check_integrity()
         for s in self.prefills:
             held = s.computed if self.by_chunk else s.target

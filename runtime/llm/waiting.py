@@ -24,6 +24,10 @@ _FAR: Final = 1e15  # a deadline may be infinite
 _BEHIND: Final = 1e12  # added to the arrival it is a key behind those of orderings
 
 
+Entry = tuple[bool, float, int, Sequence]
+"""Of the queue: rank, number and sequence."""
+
+
 class WaitingQueue:
     """Sequences that wait: preempted ones first, then by the ordering's key, relegated ones last, preempted or not. Leaving early
     is lazy: O(1)."""
@@ -32,14 +36,15 @@ class WaitingQueue:
         self.own, self._ordering = ordering, ordering
         """The ordering to come back to."""
         self._learning = learning(ordering)
-        self._heap: list[tuple[bool, float, int, Sequence]] = []
+        self._heap: list[Entry] = []
         self._arrived: deque[Sequence] = deque()  # never run, by arrival
         self._pushed = 0
         self.count = 0
         """Sequences that wait."""
         self._buckets: dict[int, Work] | None = None  # what is queued by key; only where any is; None until requested
         self.tokens = 0
-        """Prompt tokens queued that were not in the prefix cache when they were looked for, as a rule when they came."""
+        """Prompt tokens queued, but for those in the prefix cache when they were looked for, as a rule when they came, and those
+        that others were to compute before."""
         self.relegated_tokens = 0
         """Those of them that belong to relegated sequences."""
 
@@ -116,6 +121,14 @@ class WaitingQueue:
             keys.append((self.own, sequence.own_key))
         return keys
 
+    def set_aside(self) -> Entry:
+        """Leave what :meth:`peek` shows out of turn, until :meth:`put_back`. It waits all the same."""
+        return heapq.heappop(self._heap)
+
+    def put_back(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            heapq.heappush(self._heap, entry)
+
     def in_order(self) -> Iterator[Sequence]:
         """Those that wait, as of now, in the order of their turns. One that ends meanwhile is left out; one that is relegated
         at its turn has another."""
@@ -167,15 +180,16 @@ class WaitingQueue:
         if self._buckets is not None:
             _add(self._buckets, sequence, sign)
 
-    def recount(self, sequence: Sequence, pending: int) -> bool:
-        """``sequence``, which waits, has only ``pending`` tokens that are not in the prefix cache. Whether that is fewer than
-        before: what has been evicted since is not counted."""
-        if pending >= sequence.pending:
-            return False
-        self._tally(sequence, -1)
-        sequence.pending = pending
-        self._tally(sequence, 1)
-        return True
+    def recount(self, sequence: Sequence, uncached: int) -> bool:
+        """``sequence``, which waits, has ``uncached`` tokens that are not in the prefix cache, and counts on nobody else for them
+        any more. Whether that is fewer than was counted: what has been evicted since is not."""
+        before, now = sequence.pending, min(uncached, sequence.uncached)
+        if now != before:
+            self._tally(sequence, -1)
+            sequence.pending = now
+            self._tally(sequence, 1)
+        sequence.uncached = now
+        return now < before
 
     def work_before(self, sequence: Sequence) -> Work:
         """Of the prompts that go before that of ``sequence``, which waits, give or take a bucket of keys.
@@ -302,7 +316,7 @@ def _never_ran(sequence: Sequence) -> bool:
     return sequence.state == "waiting" and not sequence.preemptions and sequence.relegated is None
 
 
-def _stands(entry: tuple[bool, float, int, Sequence]) -> bool:
+def _stands(entry: Entry) -> bool:
     sequence = entry[3]
     return sequence.state == "waiting" and entry[1] == sequence.key
 
@@ -342,7 +356,8 @@ def _tell_taken(ordering: Ordering, sequence: Sequence, key: float) -> None:
 
 
 def work_of(sequence: Sequence) -> Work:
-    """What is left of the prompt of ``sequence``, which waits: all but what the prefix cache held when it was looked for."""
+    """What is left of the prompt of ``sequence``, which waits: all but what the prefix cache held when it was looked for, and but
+    what others are to compute before."""
     return Work.of(sequence.pending, sequence.target - sequence.pending)
 
 

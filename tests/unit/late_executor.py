@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 from runtime.errors import DeviceError, StepFailedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore, StepOutcome
+from runtime.llm.holdings import WORTH_WAITING
 from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.scheduler import Scheduler
@@ -258,12 +259,14 @@ class LateWorld:
         prefix: bool = True,
         drafts: bool = False,
         faults: Mapping[int, str] | None = None,
+        worth_waiting: int = WORTH_WAITING,
     ) -> None:
         self.executor = LateExecutor(overlaps) if faults is None else FaultyExecutor(overlaps, faults)
         self.scheduler = Scheduler(
             kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None,
             drafter=Guesses() if drafts else None,
         )  # fmt: skip
+        self.scheduler.holdings.worth_waiting = worth_waiting
         output = OutputProcessor((EOS,))
         self.core = EngineCore(
             self.scheduler, self.executor, knobs=Knobs(8, 0, 16, 8), limits=KnobLimits(), output=output

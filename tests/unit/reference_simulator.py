@@ -95,7 +95,12 @@ class Reference:
         guessable: Callable[[str, int], bool] | None = None,
         most_sampled: int = 1 << 30,
         by_chunk: bool = False,
+        worth_waiting: int = 256,
     ) -> None:
+        self.worth_waiting = (
+            worth_waiting  # tokens in common with a prompt in progress, from which on others wait for those
+        )
+        self.coming: dict[int, list[tuple[Token, ...]]] = {}  # by request: contents of blocks that it is to fill
         self.by_chunk = by_chunk  # prompts get their blocks chunk by chunk
         self.most_sampled = most_sampled  # rows of logits that a step with guesses may have
         self.guessable = guessable  # whether the token at a place of an answer can be guessed; None: nobody guesses
@@ -103,6 +108,7 @@ class Reference:
         self.seconds, self.knobs, self.size, self.ordering = seconds, knobs, block_size, ordering
         self.prefix_cache, self.policy = prefix_cache, policy
         self.now = 0.0
+        self.pool = blocks
         self.blank = [Block() for _ in range(blocks)]  # nobody holds them, and what they contain is unknown
         self.idle: list[Block] = []  # nobody holds them, content known, least recently used first
         self.decoding: list[Live] = []
@@ -199,10 +205,34 @@ class Reference:
     def queue(self, live: Live) -> None:
         self.count += 1
         live.queued = self.count
-        live.pending = len(live.known) - len(self.found(live)) * self.size
+        found = len(self.found(live))
+        live.pending = len(live.known) - found * self.size
         self.waiting.append(live)
+        if not self.prefix_cache:
+            return
+        known, everything = {content for contents in self.coming.values() for content in contents}, len(live.known)
+        mine = [tuple(live.known[: (index + 1) * self.size]) for index in range(found, everything // self.size)]
+        for content in mine:  # what others are to compute before need not be computed again
+            if content not in known or len(content) >= everything:
+                break
+            live.pending -= self.size
+        if len(known) + len(mine) <= self.pool:
+            self.coming[live.number] = mine
+
+    def awaits(self, live: Live, chunks: list[tuple[Live, int]]) -> bool:
+        """Whether another's chunk in this step, or what is left behind it, holds enough that ``live`` needs and nobody has."""
+        if not self.prefix_cache or self.by_chunk:
+            return False
+        for other, _ in chunks:
+            first, tokens = other.computed // self.size * self.size, -(-self.worth_waiting // self.size) * self.size
+            content = tuple(live.known[: first + tokens])
+            same = len(content) == first + tokens and content == tuple(other.known[: first + tokens])
+            if same and len(content) < len(live.known) and all(b.content != content for b in self.everything()):
+                return True
+        return False
 
     def finish(self, live: Live, reason: str) -> None:
+        self.coming.pop(live.number, None)
         self.give_back(live)
         if self.ordering == "fair" and live in self.waiting and not live.preemptions:
             work = len(live.request.tokens) + live.request.output
@@ -218,13 +248,14 @@ class Reference:
 
     def preempt(self) -> Live:
         live = (self.prompting or self.decoding).pop()
+        self.coming.pop(live.number, None)
         self.give_back(live)
         live.computed = 0
         live.preemptions += 1
         return live
 
-    def next_waiting(self) -> Live:
-        return min(self.waiting, key=lambda w: (*place(w), w.queued))
+    def next_waiting(self, aside: list[Live]) -> Live | None:
+        return min((w for w in self.waiting if w not in aside), key=lambda w: (*place(w), w.queued), default=None)
 
     # -- a step
 
@@ -247,8 +278,9 @@ class Reference:
         slots = min(self.knobs.max_batch_size, self.knobs.token_budget) - n - len(self.prompting)
         until: float | None = None
         yielding = closed = False  # begun ones have yielded the step; no further one may begin
+        aside: list[Live] = []  # they wait for a prompt in progress
         while True:
-            head = self.next_waiting() if self.waiting and not closed else None
+            head = None if closed else self.next_waiting(aside)
             if begun and not yielding and (head is None or place(begun[0]) <= place(head)):
                 if left <= 0:
                     return chunks, inf
@@ -272,6 +304,8 @@ class Reference:
                 until = self.held_back(left, slots)
             if until > self.now and not head.preemptions:
                 closed = True
+            elif slots > 0 and left > 0 and self.awaits(head, chunks):
+                aside.append(head)
             elif slots <= 0 or left <= 0 or not self.admit(head, chunks):
                 closed, until = True, -inf
             else:
@@ -437,6 +471,7 @@ class Reference:
                 live.known.append((-live.number, len(live.times)))
                 live.times.append(self.now)
                 if live in self.prompting:
+                    self.coming.pop(live.number, None)
                     self.prompting.remove(live)
                     self.decoding.append(live)
         for live in [live for live in self.decoding if len(live.times) == live.request.output]:

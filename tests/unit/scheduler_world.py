@@ -14,6 +14,7 @@ from math import inf
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.drafts import NgramDrafter
+from runtime.llm.holdings import WORTH_WAITING
 from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.scheduler import Scheduler
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
@@ -121,6 +122,7 @@ class World:
         seed: int = 0,
         drafts: bool = False,
         by_chunk: bool = False,
+        worth_waiting: int = WORTH_WAITING,
     ) -> None:
         self.executor = CheckingExecutor(seed)
         self.drafter = NgramDrafter() if drafts else None
@@ -128,6 +130,7 @@ class World:
             kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None,
             drafter=self.drafter, by_chunk=by_chunk,
         )  # fmt: skip
+        self.scheduler.holdings.worth_waiting = worth_waiting
         self.core = EngineCore(self.scheduler, self.executor, knobs=Knobs(8, 0, 16, 8), limits=KnobLimits())
         self.prefix = prefix
         self.now = 0.0

@@ -116,13 +116,16 @@ def play(world: LateWorld, script: list[tuple[Any, ...]]) -> LateWorld:
     ordering=st.sampled_from(sorted(ORDERINGS)),
     prefix=st.booleans(),
     drafts=st.booleans(),
+    worth=st.sampled_from([BLOCK, 2 * BLOCK, 256]),
 )
 def test_outputs_are_the_same_with_and_without(
-    script: list[tuple[Any, ...]], blocks: int, ordering: str, prefix: bool, drafts: bool
+    script: list[tuple[Any, ...]], blocks: int, ordering: str, prefix: bool, drafts: bool, worth: int
 ) -> None:
     """Each run is held against what had to come of each request; so both gave the same."""
     for overlaps in (False, True):
-        world = LateWorld(overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix, drafts=drafts)
+        world = LateWorld(
+            overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix, drafts=drafts, worth_waiting=worth
+        )
         world.scheduler.slack.slos["default"] = SLO(ttft_ms=80, tpot_ms=25, itl_ms=40)
         play(world, script)
 
@@ -131,7 +134,7 @@ def test_outputs_are_the_same_with_and_without(
 def test_a_long_life_under_pressure(overlaps: bool, drafts: bool) -> None:
     """``drafts``: in half of the settings, so that steps with drafts and steps that overlap follow each other."""
     dice = random.Random(5)
-    world = LateWorld(overlaps, kv_blocks=13, drafts=drafts)
+    world = LateWorld(overlaps, kv_blocks=13, drafts=drafts, worth_waiting=BLOCK)
     script: list[tuple[Any, ...]] = []
     for _ in range(900):
         roll = dice.random()

@@ -32,6 +32,7 @@ from tests.examples import examples
 from tests.fakes import FakeModel, Records
 from tests.unit.executor_harness import prompts, tiny
 from tests.unit.late_executor import EOS, FaultyExecutor, LateWorld, next_token
+from tests.unit.scheduler_world import BLOCK
 from tests.unit.test_overlap import events, play
 
 FAILS = ("launch", "collect")
@@ -60,7 +61,15 @@ def test_whatever_fails_the_others_get_what_had_to_come(
 ) -> None:
     for overlaps in (False, True):
         play(
-            LateWorld(overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix, drafts=drafts, faults=faults),
+            LateWorld(
+                overlaps,
+                kv_blocks=blocks,
+                ordering=ordering,
+                prefix=prefix,
+                drafts=drafts,
+                faults=faults,
+                worth_waiting=BLOCK,
+            ),
             script,
         )
 

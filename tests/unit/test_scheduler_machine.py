@@ -56,9 +56,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
         seed=st.integers(0, 99),
         drafts=st.booleans(),
+        worth=st.sampled_from([BLOCK, 2 * BLOCK, 256]),
     )
-    def start(self, blocks: int, ordering: str, prefix: bool, seed: int, drafts: bool) -> None:
-        self.world = World(kv_blocks=blocks, ordering=ordering, prefix=prefix, seed=seed, drafts=drafts)
+    def start(self, blocks: int, ordering: str, prefix: bool, seed: int, drafts: bool, worth: int) -> None:
+        self.world = World(
+            kv_blocks=blocks, ordering=ordering, prefix=prefix, seed=seed, drafts=drafts, worth_waiting=worth
+        )
 
     @rule(
         prompt=prompts,
@@ -150,7 +153,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 def test_thousands_of_steps_under_pressure(ordering: str, drafts: int) -> None:
     """One long life with a small pool: everything happens, and it happens often."""
     dice = random.Random(ordering)
-    world = World(kv_blocks=24, ordering=ordering, seed=1, drafts=bool(drafts))
+    world = World(kv_blocks=24, ordering=ordering, seed=1, drafts=bool(drafts), worth_waiting=BLOCK)
     for _ in range(5000):
         roll = dice.random()
         if roll < 0.25 and len(world.live) < 40:

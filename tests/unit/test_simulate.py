@@ -26,6 +26,8 @@ from tests.unit.reference_simulator import Reference, Request
 from tests.unit.simulated_cases import LIMITS, Case, Everything, RunMachine, case
 
 CASES = range(examples(3))
+WORTH_WAITING = 8
+"""Of the tokens that prompts of these cases have in common."""
 FAST = RunMachine(base=1e-3, chunk=0.0, token=2e-5, context=1e-8, pair=0.0, overlap=False)
 
 
@@ -70,6 +72,7 @@ def simulated(
         acceptance=made.acceptance,
         kv_allocation=allocation,
     )
+    engine.scheduler.holdings.worth_waiting = WORTH_WAITING
     if made.policy is not None and policy:
         engine.set_step_policy(Allowance(made.policy))
     heard = Everything()
@@ -98,7 +101,7 @@ def referred(made: Case, allocation: KvAllocation) -> Reference:
     reference = Reference(
         made.machine, made.knobs, blocks=made.blocks, block_size=made.block_size, ordering=made.ordering,
         prefix_cache=made.prefix_cache, policy=made.policy, first_s=0.05, guessable=known if made.acceptance else None,
-        most_sampled=LIMITS.max_batch_size, by_chunk=allocation == "chunk",
+        most_sampled=LIMITS.max_batch_size, by_chunk=allocation == "chunk", worth_waiting=WORTH_WAITING,
     )  # fmt: skip
     for when, what in events(made):
         reference.run(when)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
+from runtime.llm.prefix import ComingPrefixes
+
 log = logging.getLogger("vllm.autotune")
 
 _WHOLE: Final = ("FullAttentionManager", "SinkFullAttentionManager", "RSWAManager")
@@ -125,8 +127,8 @@ class KvPool:
         size = self._named
         return list(request.block_hashes[start // size : end // size]) if size else []
 
-    def shared(self, request: Any, cached: int, named: set[Any]) -> int:
-        """Tokens of ``request`` behind the ``cached`` ones that it shares with blocks ``named`` in the same step."""
+    def shared(self, request: Any, cached: int, named: set[Any] | ComingPrefixes) -> int:
+        """Tokens of ``request`` behind the ``cached`` ones that it shares with blocks ``named``, which others compute."""
         size = self._named
         if not size or not named or getattr(request, "skip_reading_prefix_cache", False):
             return 0

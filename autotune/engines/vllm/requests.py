@@ -20,6 +20,7 @@ from autotune.engines.vllm.kv import KvPool
 from runtime.clock import Clock
 from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.prefill_rate import RateSource
+from runtime.llm.prefix import ComingPrefixes
 from runtime.llm.scheduler import Finished
 from runtime.llm.slack import SlackTracker
 from runtime.llm.waiting import WaitingQueue, precedes, put_behind, unrelegate
@@ -77,6 +78,7 @@ class SteeredRequests:
         self.settings = settings
         self.clock = clock
         self.kv = KvPool(scheduler)
+        self._to_come = ComingPrefixes(self.kv.total_blocks)
         self.slack = SlackTracker(slos)
         self.waiting = WaitingQueue(ordering)
         self.prefills: dict[Sequence, None] = {}
@@ -201,15 +203,21 @@ class SteeredRequests:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        sequence.pending = self._uncached(sequence)
+        request, target = sequence.data, int(sequence.target)
+        sequence.uncached = self._uncached(sequence)
+        cached = target - sequence.uncached
+        sequence.pending = sequence.uncached - self.kv.shared(request, cached, self._to_come)
+        self._to_come.add(sequence, self.kv.named(request, cached, target))
         self.waiting.push(sequence)
         self.slack.queued(sequence)
 
     def _uncached(self, sequence: Sequence) -> int:
         return int(sequence.target - self.kv.cached(sequence.data)[0])
 
-    def _recount(self, sequence: Sequence) -> bool:
-        return self.waiting.recount(sequence, self._uncached(sequence))
+    def _recount(self, named: set[Any], sequence: Sequence) -> bool:
+        """``named``: blocks that the step which is planned computes."""
+        left = self._uncached(sequence)
+        return self.waiting.recount(sequence, left - self.kv.shared(sequence.data, int(sequence.target) - left, named))
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""
@@ -305,8 +313,9 @@ class SteeredRequests:
         return record
 
     def _leave(self, sequence: Sequence) -> None:
-        """It runs no longer."""
+        """It waits or runs no longer."""
         self.prefills.pop(sequence, None)
+        self._to_come.drop(sequence)
         self._offsets -= self.decodes.pop(sequence, 0)
         self.slack.left(sequence)
 
@@ -417,6 +426,7 @@ class SteeredRequests:
     def _first_token(self, sequence: Sequence) -> None:
         """It decodes from now on."""
         del self.prefills[sequence]
+        self._to_come.drop(sequence)
         self.decodes[sequence] = offset = sequence.data.num_computed_tokens - self._advanced
         self._offsets += offset
         sequence.state = "decode"
