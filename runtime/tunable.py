@@ -68,7 +68,7 @@ class Capabilities:
 class ModelInfo:
     """A language model as it is served. What nobody knows of it is empty or 0.
 
-    ``device``: its kind, "cpu" or "cuda". ``max_model_len``: most tokens (prompt + output) of one request.
+    ``device``: "cpu", "cuda" or "cuda:N". ``max_model_len``: most tokens (prompt + output) of one request.
     ``kv_bytes_per_token``: K and V of all layers, kept in ``kv_cache_dtype``: "auto" is ``dtype``.
     """
 

@@ -138,7 +138,7 @@ class Traffic:
     @classmethod
     def of(cls, scrapes: Sequence[Scrape], names: ServerMetrics) -> Traffic:
         """What two scrapes or more say. Raises :class:`EvaluationError` where too little happened between them, or where they
-        are of several models."""
+        are of several models, or count no finite number of requests."""
         first, last = scrapes[0], scrapes[-1]
         replicas = {tuple(one.get(label, "") for label in names.replica) for one in last.labels.get(names.running, ())}
         if len(models := sorted({model for model, *_ in replicas})) > 1:
@@ -162,6 +162,9 @@ class Traffic:
         ended, arrived, seconds = grown(names.ended), came(), last.at - first.at
         if any(grown(names.ended, a, b) < 0 for a, b in pairwise(scrapes)):
             raise EvaluationError("the server was started anew while it was watched; watch it again")
+        if not math.isfinite(ended + arrived):
+            counted = f"{ended:.0f} requests ended and {arrived:.0f} arrived"
+            raise EvaluationError(f"by the server's metrics {counted} in {seconds:.0f} s, which cannot be")
         if ended < FEWEST or arrived < FEWEST:
             few = f"{ended:.0f} requests ended and {arrived:.0f} arrived in {seconds:.0f} s"
             raise EvaluationError(f"{few}, and it takes {FEWEST} of each to say something; --watch longer")

@@ -143,7 +143,10 @@ def advise(
     ]
     say(console, requested.head((rate, "the server's")))
     say(console, f"{NOW}: {whose if now is None else '--now'}")
-    console.print(simulated_table(points, scenario.slo, None, console.width, scenario.classes), soft_wrap=True)
+    once = scenario.repeated(requests) > 0
+    console.print(
+        simulated_table(points, scenario.slo, None, console.width, scenario.classes, repeated=once), soft_wrap=True
+    )
     for line in said:
         say(console, line)
     if as_json:
@@ -174,6 +177,8 @@ def _profile_of(url: str) -> str:
 
     first, engine, metrics = _found(url)
     models = sorted({labels.get(metrics.replica[0], "") for labels in first.labels[metrics.running]})
+    if not any(models):
+        raise InputError("PROFILE is not given, and the metrics do not name the model; name a PROFILE")
     short = {model.rpartition("/")[2].lower() for model in models}
     names = [name for name, path in shipped_profiles().items() if load_profile(path).model.name.lower() in short]
     if len(names) == 1:

@@ -28,6 +28,7 @@ from autotune.cli.options import (
     request_classes,
     with_knobs,
 )
+from autotune.engines.model_folder import context_length
 from autotune.engines.named import (
     DEFAULT,
     ByCommand,
@@ -182,7 +183,7 @@ def serve(
         steps = (
             "SLO and KV pool are used, its step times are not"
             if isinstance(serving, InProcess)
-            else "SLO and step times are what the controller starts with"
+            else "SLO and step times are what the controller starts with, its dtypes are left out"
         )
         print(
             f"note: {profile} was measured with {start_with.model.name}, not with {name}: its knobs, {steps}",
@@ -243,6 +244,7 @@ def serve(
         )
     by_hand = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
     theirs = facts.options if facts and facts.name == by.in_facts else {}
+    stored = start_with if isinstance(serving, InProcess) else known  # of whose model the dtypes are used
     timed = known if known and known.engine.name == by.in_facts else None  # steps of another engine set no limit
     requested = ToServe(
         model=name,
@@ -253,9 +255,9 @@ def serve(
         knobs=setting,
         limits=limits,
         pinned=knobs or {},
-        dtype=dtype or (start_with.model.dtype if start_with else None),
+        dtype=dtype or (stored.model.dtype if stored else None),
         device=device,
-        kv_cache_dtype=kv_cache_dtype or (start_with.model.kv_cache_dtype if start_with else "auto"),
+        kv_cache_dtype=kv_cache_dtype or (stored.model.kv_cache_dtype if stored else "auto"),
         seed=seed,
         max_model_len=max_model_len,
         kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
@@ -273,7 +275,8 @@ def serve(
         grace_s=grace,
         profile=None if profile is None else find_profile(profile),
         prefill_rate=prefill_rate(timed) if timed and isinstance(serving, ByCommand) else None,
-        longest=known.model.max_model_len if known else None,
+        longest=known.model.max_model_len if known else context_length(name),
+        another_model=start_with is not None and known is None,
         arguments={option: value for option, value in theirs.items() if by_hand.get(option) is None},
         more=tuple(more or ()),
     )
@@ -389,8 +392,9 @@ def _check_machine(profile: Profile, device: str, anyway: bool, *, controlled: b
     """Raise one line if the profile is of another machine, unless an option says that this is known."""
     from autotune.profile.fingerprint import gpu_available, measured_elsewhere
 
-    gpu = device.startswith("cuda") or (device == "auto" and gpu_available())
-    elsewhere = measured_elsewhere(profile.machine, gpu=gpu)
+    named = device.startswith("cuda")
+    gpu = named or (device == "auto" and gpu_available())
+    elsewhere = measured_elsewhere(profile.machine, gpu=gpu, device=device if named else "cuda")
     if elsewhere and not anyway:
         then = "start from it (the controller will correct it)" if controlled else "use it all the same"
         raise InputError(f"{elsewhere}; pass --anyway to {then}")

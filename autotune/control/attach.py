@@ -175,7 +175,7 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     model = engine.facts.model
     if model is None or not model.device:
         return ""
-    elsewhere = measured_elsewhere(profile.machine, gpu=model.device == "cuda")
+    elsewhere = measured_elsewhere(profile.machine, gpu=model.device.startswith("cuda"), device=model.device)
     other = measured_with_another(profile.model, model.name)
     facts = engine.facts
     by = "" if engine.capabilities.virtual_time else measured_on_another(profile.engine, facts.engine, facts.version)

@@ -118,8 +118,9 @@ class ToServe:
 
     Only an engine that is served by a command of its own needs to know the rest: where to listen, what controls it
     (``controlled``: whether anything does), seconds of ``grace_s`` at the end, the ``profile``'s file, the ``prefill_rate`` by it
-    in prompt tokens a second (None where it is of another model or engine), the ``longest`` context of the model by it, the
-    ``arguments`` with which this very engine was profiled, and ``more``, what stood after ``--``.
+    in prompt tokens a second (None where it is of another model or engine), the ``longest`` context of the model in tokens, where
+    that is known, the ``arguments`` with which this very engine was profiled (``another_model``: with another one than
+    ``model``), and ``more``, what stood after ``--``.
     """
 
     model: str
@@ -153,6 +154,7 @@ class ToServe:
     prefill_rate: float | None = None
     longest: int | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
+    another_model: bool = False
     more: tuple[str, ...] = ()
 
 

@@ -18,6 +18,7 @@ import psutil
 
 from autotune.profile.document import Profile
 from autotune.profile.parts import EngineFacts, GpuInfo, Machine, ModelFacts, Software
+from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 from runtime.step_model import StepGraphs, next_size
 from runtime.tunable import own_kv_cache_dtype
@@ -32,8 +33,8 @@ FLAGS = (
 _SHOWN = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "asimd")  # best first
 
 
-def machine(*, gpu: bool = False, threads: int | None = None) -> Machine:
-    """This machine. ``gpu`` describes the first CUDA device too (loads torch); ``threads``: what the engine computes with."""
+def machine(*, gpu: bool = False, device: str = "cuda", threads: int | None = None) -> Machine:
+    """This machine. ``gpu`` describes the CUDA ``device`` too (loads torch); ``threads``: what the engine computes with."""
     return Machine(
         kind="gpu" if gpu else "cpu",
         cpu=cpu_model(),
@@ -41,7 +42,7 @@ def machine(*, gpu: bool = False, threads: int | None = None) -> Machine:
         flags=cpu_flags(),
         memory_gib=round(memory_bytes() / 2**30, 1),
         threads=threads,
-        gpu=gpu_info() if gpu else None,
+        gpu=gpu_info(device) if gpu else None,
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
 
@@ -119,16 +120,20 @@ def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         return total
 
 
-def gpu_info() -> GpuInfo:
-    """The first CUDA device. Raises RuntimeError, from torch, when there is none."""
+def gpu_info(device: str = "cuda") -> GpuInfo:
+    """``cuda:N``, or the current CUDA device. Raises InputError where PyTorch sees no such device."""
     import torch
 
-    device = torch.cuda.get_device_properties(0)
+    try:
+        gpu = torch.cuda.get_device_properties(device)
+    except (AssertionError, RuntimeError) as error:
+        said = str(error).partition("\n")[0]
+        raise InputError(f"device is {device!r}, which PyTorch does not see: {said}") from None
     return GpuInfo(
-        name=device.name,
+        name=gpu.name,
         count=torch.cuda.device_count(),
-        memory_gib=round(device.total_memory / 2**30, 1),
-        capability=f"{device.major}.{device.minor}",
+        memory_gib=round(gpu.total_memory / 2**30, 1),
+        capability=f"{gpu.major}.{gpu.minor}",
         cuda=str(torch.version.cuda or ""),
     )
 
@@ -140,12 +145,13 @@ def gpu_available() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def measured_elsewhere(profiled: Machine, *, gpu: bool) -> str:
-    """How this machine, or its GPU, is not the one of a profile, in words; empty if it is. (Loads torch to look at a GPU.)
+def measured_elsewhere(profiled: Machine, *, gpu: bool, device: str = "cuda") -> str:
+    """How this machine, or its GPU ``device``, is not the one of a profile, in words; empty if it is. (Loads torch to look at a
+    GPU.)
 
     What differs in a fingerprint without changing how long steps take (memory, kernel) does not count.
     """
-    here = machine(gpu=gpu)
+    here = machine(gpu=gpu, device=device)
     if profiled.kind == here.kind and not profiled.differences(here):
         return ""
     features = profiled.unlike_features(here)

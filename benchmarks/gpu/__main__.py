@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.command import INTERRUPTED, command, exit_code, say
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.place import write
+from benchmarks.gpu.place import ended, write
 from runtime.errors import InputError
 
 FAILED, NOT_BEGUN = 1, 75
@@ -64,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         raise InputError(f"--out is {args.out}: {error.strerror}") from None
     from benchmarks.gpu.page import page
-    from benchmarks.gpu.running import FINAL, ended, results, run_parts
+    from benchmarks.gpu.running import FINAL, results, run_parts
     from benchmarks.kept import code_digest
 
     chosen = [part for part in PARTS if not args.part or part.name in args.part]
     if args.resume:
-        known, code = {part: ended(folder, part) for part in chosen}, code_digest()
+        known, code = {part: ended(folder, part.name) for part in chosen}, code_digest()
         chosen = [
             p
             for p in chosen

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.kept import code_digest
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +46,35 @@ class Place:
         print(f"> {name}: {_short(found)}", flush=True)
 
     def earlier(self, part: str, name: str) -> Any:
-        """What another part has found; None if it has not run."""
+        """What another part has found; None if it has not run, or not as this one: of the same code, and dry or not."""
+        how = ended(self.folder, part)
+        if how is None or how.dry != self.dry or how.code != code_digest():
+            return None
         return read(self.folder / f"{part}.jsonl").get(name)
+
+
+class Ended(NamedTuple):
+    """How a part ended: ``done``, ``left out``, ``failed``, ``out of time`` or ``interrupted``; ``why`` in a line; ``code``: what
+    made it, :func:`benchmarks.kept.code_digest`."""
+
+    state: str
+    seconds: float
+    why: str = ""
+    dry: bool = False
+    code: str = ""
+
+
+def ended(folder: Path, part: str) -> Ended | None:
+    """How ``part`` ended the last time, or None."""
+    try:
+        return Ended(**json.loads(state_file(folder, part).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def state_file(folder: Path, part: str) -> Path:
+    """Where it is written how ``part`` ended."""
+    return folder / f"{part}.state.json"
 
 
 def read(file: Path) -> dict[str, Any]:

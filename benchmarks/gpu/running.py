@@ -10,35 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from benchmarks.gpu.part import LEFT_OUT
 from benchmarks.gpu.parts import Part
-from benchmarks.gpu.place import read, write
+from benchmarks.gpu.place import Ended, ended, read, state_file, write
 from benchmarks.kept import ROOT, code_digest
 
 FINAL: Final = ("done", "left out")
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 10.0
-
-
-class Ended(NamedTuple):
-    """How a part ended: ``done``, ``left out``, ``failed``, ``out of time`` or ``interrupted``; ``why`` in a line; ``code``: what
-    made it, :func:`benchmarks.kept.code_digest`."""
-
-    state: str
-    seconds: float
-    why: str = ""
-    dry: bool = False
-    code: str = ""
-
-
-def ended(folder: Path, part: Part) -> Ended | None:
-    """How ``part`` ended the last time, or None."""
-    try:
-        return Ended(**json.loads((folder / f"{part.name}.state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def run_parts(
@@ -64,7 +45,8 @@ def run_parts(
 
 def _run(part: Part, folder: Path, dry: bool, say: Callable[[str], None]) -> Ended:
     file, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
-    file.unlink(missing_ok=True)
+    for earlier in (file, state_file(folder, part.name)):
+        earlier.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -99,7 +81,7 @@ def _run(part: Part, folder: Path, dry: bool, say: Callable[[str], None]) -> End
     if state == "out of time":
         why = f"it took longer than {part.limit_s:.0f} s"
     found = Ended(state, round(time.monotonic() - begun, 1), why, dry, code)
-    write(folder / f"{part.name}.state.json", json.dumps(found._asdict()) + "\n")
+    write(state_file(folder, part.name), json.dumps(found._asdict()) + "\n")
     return found
 
 
@@ -157,7 +139,7 @@ def results(parts: Sequence[Part], folder: Path) -> dict[str, Any]:
     """All that is known: of each part how it ended, and what it has found."""
     found: dict[str, Any] = {}
     for part in parts:
-        how = ended(folder, part)
+        how = ended(folder, part.name)
         if how is not None:
             found[part.name] = {"title": part.title, **how._asdict(), "found": read(folder / f"{part.name}.jsonl")}
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import count
 from typing import Any
 
@@ -77,3 +79,41 @@ def test_a_launch_waits_for_nothing(tokens: int | None, monkeypatch: pytest.Monk
     monkeypatch.setattr(fast, "launch", watched)
     _, failures, _ = run(fast, REQUESTS, KNOBS)
     assert not failures and len(strict) > 20
+
+
+FAILING = """
+import torch
+from runtime.torch_backend.cuda.graphs import CUDACapture
+
+x = torch.zeros(8, device="cuda")
+
+def looks():
+    x.add_(1)
+    x.sum().item()
+
+def looks_at_last():
+    x.add_(1)
+    if torch.cuda.is_current_stream_capturing():
+        x.sum().item()
+
+for call, said in ((looks, "called a synchronizing"), (looks_at_last, "captur")):
+    try:
+        CUDACapture(x.device).record(call)
+    except RuntimeError as error:
+        assert said in str(error), error
+    else:
+        raise SystemExit("it was recorded")
+    assert torch.cuda.get_sync_debug_mode() == 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+before = x.clone()
+replay = CUDACapture(x.device).record(lambda: x.add_(1))
+replay()
+assert (x - before == 3).all(), x  # twice to warm up
+"""
+
+
+def test_what_cannot_be_recorded_leaves_the_allocator_whole() -> None:
+    """In a process of its own, which a capture that fails may spoil."""
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -262,6 +262,15 @@ def test_requests_without_tokens_and_metrics_without_latencies() -> None:
             Traffic.of(embeds, NAMES)
 
 
+def test_a_server_that_counts_no_number_of_requests() -> None:
+    assert NAMES is not None
+    scrapes = counted([i / 4 for i in range(1, 401)], 100)
+    for name, wrong in ((NAMES.running, math.nan), (NAMES.ended, math.nan), (NAMES.waiting, math.inf)):
+        odd = scrapes[-1]._replace(samples={**scrapes[-1].samples, name: wrong})
+        with pytest.raises(EvaluationError, match=rf"(nan|inf|400) requests ended and {wrong} arrived in .* cannot be"):
+            Traffic.of([*scrapes[:-1], odd], NAMES)
+
+
 def test_too_little_traffic_and_a_server_that_was_started_anew() -> None:
     assert NAMES is not None
     with pytest.raises(
@@ -397,6 +406,13 @@ def test_a_profile_that_is_not_named_is_found_by_the_model(
     with serving(Server(each=4, model="meta-llama/Llama-3.1-8B")) as url:
         assert run(["advise", url, "--watch", "1s", "--seeds", "1", "--requests", "100"]) in (0, 1)
     assert "h100-llama-3.1-8b" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_name_its_model_needs_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Server(model="")) as url:
+        assert run(["advise", url]) == 2
+    says = "error: PROFILE is not given, and the metrics do not name the model; name a PROFILE\n"
+    assert capsys.readouterr().err == says
 
 
 def test_a_scrape_that_fails_is_left_out_unless_it_is_the_last(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor
 pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Triton 3.6 or newer")
 
 from benchmarks.gpu import verb
-from benchmarks.gpu.parts import PARTS, controller, fp8_kv, kernel_tests, kernels, recorded_prompts, switches
+from benchmarks.gpu.parts import PARTS, anatomy, controller, fp8_kv, kernel_tests, kernels, recorded_prompts, switches
 from benchmarks.gpu.parts.anatomy import cases, fitting, layer_parameters, weight_bytes
 from benchmarks.gpu.place import LeftOutError, Place, read
 from benchmarks.gpu_projection.steps import Step
 from runtime.torch_backend.cuda.language import INTERPRETED
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.loading import from_model, load_model
 from runtime.torch_backend.presets import PRESETS, Preset, build_preset
 
@@ -137,6 +140,33 @@ def test_a_part_without_memory_for_its_steps_is_left_out(
     }
     with pytest.raises(LeftOutError, match="no step fits the 1 KV blocks"):
         runs[part]()
+
+
+def test_the_pool_of_steps_that_failed_is_freed_before_there_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU two of them do not fit."""
+    pools, alive, steps = WeakSet[KVPool](), list[int](), iter([False, True, False])
+
+    class Executor(TorchExecutor):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            alive.append(len(pools))
+            super().__init__(*args, kv_blocks=options["kv_blocks"], block_size=options["block_size"])
+            pools.add(self.pool)
+
+    def measured(executor: TorchExecutor, *_: object) -> dict[str, Any]:
+        if next(steps):
+            raise RuntimeError("a step that fails")
+        return {"ms": 1.0}
+
+    monkeypatch.setattr(anatomy, "TorchExecutor", Executor)
+    monkeypatch.setattr(anatomy, "measured", measured)
+    monkeypatch.setattr(anatomy, "cases", lambda dry: {str(n): Step.decodes(n) for n in (20, 21, 22)})
+    place = Place(tmp_path, tmp_path / "anatomy.jsonl", dry=True)
+    with pytest.raises(RuntimeError, match=r"^1 steps failed: 21$"):
+        anatomy.run(place, "nano")
+    assert alive == [0, 0]
+    assert read(place.file)["21"] == {"failed": "RuntimeError: a step that fails"} and "22" in read(place.file)
 
 
 def test_all_tests_that_take_a_gpu_are_run_on_it() -> None:

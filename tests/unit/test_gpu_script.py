@@ -18,8 +18,8 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.client import Answered, Request, load, send, summary
 from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part, controller, served_vllm, tuned_vllm
-from benchmarks.gpu.place import LeftOutError, Place, read, write
-from benchmarks.gpu.running import Ended, ended, results, run_parts
+from benchmarks.gpu.place import Ended, LeftOutError, Place, ended, read, state_file, write
+from benchmarks.gpu.running import results, run_parts
 from benchmarks.gpu.verb import autotune
 from benchmarks.gpu.vllm import PYTHON
 from benchmarks.gpu.wheels import LIST, fetching, wheels
@@ -45,7 +45,31 @@ def test_what_is_kept_survives_a_line_that_was_cut_off(tmp_path: Path) -> None:
     with place.file.open("a") as file:
         file.write('{"name": "b", "fou')
     assert read(place.file) == {"a": {"again": 2}}
-    assert place.earlier("x", "a") == {"again": 2} and place.earlier("never", "a") is None
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_what_another_part_has_found_counts_if_it_ran_likewise(tmp_path: Path, dry: bool) -> None:
+    place = Place(tmp_path, tmp_path / "x.jsonl", dry)
+    place.keep("rate", 3e12)
+    assert place.earlier("x", "rate") is None, "how it ran is not known"
+    here = code_digest()
+    for likewise, code in ((dry, here), (not dry, here), (dry, "other")):
+        write(state_file(tmp_path, "x"), json.dumps(Ended("done", 1.0, dry=likewise, code=code)._asdict()))
+        assert place.earlier("x", "rate") == (3e12 if (likewise, code) == (dry, here) else None)
+    assert place.earlier("never", "rate") is None
+
+
+def test_a_part_that_is_begun_again_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kills the script then: what it had found is gone."""
+    write(state_file(tmp_path, NOTHING.name), json.dumps(Ended("done", 3.0)._asdict()))
+
+    def killed(*args: Any, **options: Any) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr("benchmarks.gpu.running.subprocess.Popen", killed)
+    with pytest.raises(SystemExit):
+        run_parts([NOTHING], tmp_path, dry=True, minutes=60, say=lambda text: None)
+    assert ended(tmp_path, NOTHING.name) is None
 
 
 def test_a_part_that_takes_too_long_is_ended_and_the_next_is_begun(tmp_path: Path) -> None:
@@ -53,7 +77,7 @@ def test_a_part_that_takes_too_long_is_ended_and_the_next_is_begun(tmp_path: Pat
     other = NOTHING._replace(name="ceilings", module="ceilings")
     assert run_parts([NOTHING, other], tmp_path, dry=True, minutes=60, say=said.append) == (False, [])
     for part in (NOTHING, other):
-        how = ended(tmp_path, part)
+        how = ended(tmp_path, part.name)
         assert how is not None and how.state == "out of time" and "longer than 0 s" in how.why and how.dry
 
 
@@ -61,15 +85,15 @@ def test_what_may_not_end_in_time_is_not_begun(tmp_path: Path) -> None:
     said: list[str] = []
     later = NOTHING._replace(name="served", limit_s=500)
     assert run_parts([NOTHING, later], tmp_path, dry=True, minutes=2, say=said.append) == (False, [later])
-    assert "--resume goes on here" in said[-1] and ended(tmp_path, later) is None
+    assert "--resume goes on here" in said[-1] and ended(tmp_path, later.name) is None
 
 
 def test_how_a_part_ended_is_none_where_nothing_can_be_read(tmp_path: Path) -> None:
-    assert ended(tmp_path, NOTHING) is None
+    assert ended(tmp_path, NOTHING.name) is None
     write(tmp_path / "fingerprint.state.json", "{")
-    assert ended(tmp_path, NOTHING) is None
+    assert ended(tmp_path, NOTHING.name) is None
     write(tmp_path / "fingerprint.state.json", json.dumps(Ended("done", 3.0)._asdict()))
-    assert ended(tmp_path, NOTHING) == Ended("done", 3.0)
+    assert ended(tmp_path, NOTHING.name) == Ended("done", 3.0)
 
 
 def test_what_other_code_has_done_is_told_and_run_again(
@@ -82,7 +106,7 @@ def test_what_other_code_has_done_is_told_and_run_again(
         assert main(arguments) == (1 if code == "other" else 0)
         told = capsys.readouterr().err
         assert said in told and ("of other code, and not counted as done: fingerprint" in told) == (code == "other")
-    how = ended(tmp_path, NOTHING)
+    how = ended(tmp_path, NOTHING.name)
     assert how is not None and how.state == "out of time" and how.code == code_digest()
 
 

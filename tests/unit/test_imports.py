@@ -32,7 +32,7 @@ ENGINES = {
 }  # fmt: skip
 """What is measured and tuned, by name. What simulates a batcher or times its calls takes its parts (core, strategies, calls),
 and is no business of this rule."""
-SEAM = {"protocol", "named", "defaults"}
+SEAM = {"protocol", "named", "defaults", "model_folder"}
 """Modules of ``autotune/engines`` that whoever is above may import, beside the package itself. All others hold an engine each."""
 BEHIND_THE_SEAM = {
     f"autotune.engines.{path.stem}"

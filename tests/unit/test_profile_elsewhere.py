@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from autotune import control
 from autotune.cli.main import run
+from autotune.cli.serve import _check_machine
 from autotune.cli.show import model_lines
 from autotune.profile import Profile, find_profile, save_profile, shipped_profiles
 from autotune.profile.fingerprint import machine, recorded_otherwise
@@ -19,8 +23,10 @@ from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
 from runtime.step_model import StepGraphs
+from runtime.torch_backend.loading import from_model
 from runtime.tunable import Capabilities, ModelInfo
 from tests.sample_profile import full_profile, sample_cost_model, sample_model, sample_profile
+from tests.unit import loading_models
 from tests.unit.control_world import SimulatedEngine, h200
 
 TARGET = SLO(ttft_ms=500)
@@ -193,6 +199,59 @@ def test_serve_refuses_it_unless_told_that_this_is_known(
     assert error.splitlines()[-1] == (
         f"error: profile was measured on NVIDIA H200, but this run uses the CPU; pass --anyway to {then}"
     )
+
+
+H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.fixture(params=[(A100, H200), (H200, A100)], ids=["of-the-second", "of-the-first"])
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Two that are not alike, the first of which is current."""
+    names: tuple[str, str] = request.param
+
+    def properties(device: str | int) -> SimpleNamespace:
+        at = torch.device(device).index or 0
+        return SimpleNamespace(name=names[at], total_memory=80 << 30, major=9, minor=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return names
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0", "cuda:1"])
+def test_it_is_compared_with_the_gpu_that_computes(device: str, gpus: tuple[str, str], tmp_path: Path) -> None:
+    profile, path, other = sample_profile(model=sample_model(name="tiny")), tmp_path / "h200.yaml", ""
+    save_profile(profile, path)
+    if (gpu := gpus[device == "cuda:1"]) != H200:
+        other = f"profile was measured on {H200}, this machine has {gpu}"
+    said = pytest.raises(InputError, match=f"{other}; pass --anyway") if other else nullcontext()
+    with said:
+        _check_machine(profile, device, False, controlled=True)
+    heard = pytest.warns(UserWarning, match=f"{other}; the controller") if other else nullcontext()
+    with heard:
+        control(engine_of("tiny", device.replace("auto", "cuda")), slo=TARGET, profile=path).close()
+    assert machine(gpu=True, device=device.replace("auto", "cuda")).processor == gpu
+
+
+def test_a_loaded_model_says_which_gpu_computes_it() -> None:
+    loaded = from_model(loading_models.tiny())
+    assert loaded.info.device == "cpu"
+    assert replace(loaded, device=torch.device("cuda", 1)).info.device == "cuda:1"
+
+
+@pytest.mark.parametrize("error", [AssertionError("Invalid device id"), RuntimeError("Found no NVIDIA driver\n")])
+def test_a_gpu_that_is_not_there_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def properties(device: str) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    words = ["serve", "tiny", "--device", "cuda:2", "--port", "0", "--profile", "h200-qwen3-8b", "--anyway"]
+    assert run(words) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"error: device is 'cuda:2', which PyTorch does not see: {str(error).strip()}"
 
 
 # -- which there are --------------------------------------------------------------------------------------------------------

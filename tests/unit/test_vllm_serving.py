@@ -480,7 +480,7 @@ def test_secrets_are_passed_and_not_printed(
 @pytest.mark.parametrize("name", ["vllm", "autotune-runtime"])
 def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran, tmp_path: Path) -> None:
     measured = named_on_the_hub(profile())
-    options = {"enforce_eager": "true", "enable_prefix_caching": "False", "load_format": "dummy"}
+    options = {"enforce_eager": "true", "enable_prefix_caching": "False", "max_model_len": "512"}
     engine = measured.engine.model_copy(update={"name": name, "options": options})
     save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
     with pytest.raises(SystemExit):
@@ -491,8 +491,57 @@ def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran,
     assert words[words.index("--max-num-batched-tokens") + 1] == str(measured.engine.limits.token_budget)
     assert environment == {"AUTOTUNE_SLO": str(measured.slo), "AUTOTUNE_PROFILE": str((tmp_path / "p.yaml").resolve())}
     assert words[words.index("--dtype") + 1] == measured.model.dtype and "--kv-cache-dtype" not in words
-    last = ["--enforce-eager", "--no-enable-prefix-caching", "--load-format", "dummy"]
+    last = ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "512"]
     assert words[-4:] == last if name == "vllm" else not {*words} & {*last}
+
+
+@pytest.mark.parametrize("text", ["dummy", "'Dummy'"])
+@pytest.mark.parametrize("control", [[], ["--no-control"]])
+@pytest.mark.parametrize("more", [[], ["--", "--load_format=dummy"]])
+def test_random_weights_of_a_profile_are_not_served(
+    text: str, control: list[str], more: list[str], ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless they are asked for."""
+    with pytest.raises(SystemExit):
+        run([*of_vllm(tmp_path, load_format=text, enforce_eager="true"), *control, *more])
+    ((_, words, _),) = ran
+    assert words[words.index("--enforce-eager") + 1 :] == more[1:] and "dummy" not in words
+    printed = capsys.readouterr().err
+    note = "was measured with random weights; the server loads the model's own. For random ones: -- --load-format dummy"
+    assert (note in printed.splitlines()[-2]) == (not more)
+
+
+@pytest.mark.parametrize("control", [[], ["--no-control"]])
+def test_of_a_profile_of_another_model_only_the_ceilings_are_used(
+    control: list[str], ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ceilings = {"max_num_seqs": "256", "max_num_scheduled_tokens": "2048"}
+    bound = {"load_format": "dummy", "max_model_len": "512", "quantization": "fp8", "hf_overrides": "{a: 1}"}
+    arguments = {**ceilings, **bound, "long_prefill_token_threshold": "512"}
+    words = of_vllm(tmp_path, kv_cache_dtype="fp8", **arguments)
+    with pytest.raises(SystemExit):
+        run([*words[:1], "./another", *words[1:], *control])
+    ((_, made, _),) = ran
+    assert made[made.index("serve") + 1] == "./another"
+    assert not {f"--{name.replace('_', '-')}" for name in ("dtype", "kv_cache_dtype", *bound)} & {*made}
+    assert ("--max-num-scheduled-tokens" in made) == (not control), "without a controller the setting takes its place"
+    left = [f"{name}={value}" for name, value in bound.items()] + ["long_prefill_token_threshold=512"] * (not control)
+    printed = capsys.readouterr().err
+    assert f"p.yaml: {', '.join(left)} is left out, as it was measured with another model" in printed
+    assert "its dtypes are left out" in printed and "random weights" not in printed
+
+
+@pytest.mark.parametrize(("longest", "cut"), [(96, False), (97, True), (None, True)])
+def test_no_prompt_is_cut_above_the_context_of_the_model_that_is_served(
+    longest: int | None, cut: bool, ran: Ran, tmp_path: Path
+) -> None:
+    """vLLM does not start with such a threshold."""
+    if longest is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": longest}))
+    with pytest.raises(SystemExit):
+        run(f"serve {tmp_path} --engine vllm --no-control --chunk-size 96".split())
+    ((_, words, _),) = ran
+    assert ("--long-prefill-token-threshold" in words) is cut
 
 
 @pytest.mark.parametrize(
@@ -516,9 +565,11 @@ def test_a_profile_s_argument_is_given_as_it_was_when_it_was_made(text: str, wor
     assert command.as_options({"it": text}) == words
 
 
-def of_vllm(folder: Path, **options: str) -> list[str]:
-    """The words that serve a profile which was made with these arguments."""
+def of_vllm(folder: Path, *, kv_cache_dtype: str = "auto", **options: str) -> list[str]:
+    """The words that serve a profile which was made with these arguments, and with a KV cache of that type."""
     measured = named_on_the_hub(profile())
+    stored = measured.model.model_copy(update={"kv_cache_dtype": kv_cache_dtype})
+    measured = measured.model_copy(update={"model": stored})
     engine = measured.engine.model_copy(update={"name": "vllm", "options": options})
     save_profile(measured.model_copy(update={"engine": engine}), folder / "p.yaml")
     return ["serve", "--engine", "vllm", "--profile", str(folder / "p.yaml"), "--anyway"]
@@ -979,6 +1030,29 @@ def test_who_asks_for_an_answer_in_the_background_is_never_rejected(path: str, b
     sequence.data = SimpleNamespace(request_id="resp_1", sampling_params=given)
     rejects = Admission(AdmissionPolicy(late="reject"), SlackTracker({}))
     assert Steering._relegates(rejects, sequence, Verdict(SLO_REASON, "late", 1.0)) is spared
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_once_an_answer_has_begun_what_is_still_to_come_of_it_is_never_rejected(stream: bool) -> None:
+    """Clips of a transcription and turns after a tool are requests one after another: a rejection would be a hole in the answer,
+    or waste what was computed before. Those of one moment are rejected as ever."""
+    kind = b"text/event-stream" if stream else b"application/json"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        given, generate = params(), scope["app"].state.engine_client.generate
+        clips = [generate("", given, str(i)) for i in range(3)]  # vLLM makes all of them before it reads one
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        for outputs in clips:
+            async for one in outputs:
+                extra.append(given.extra_args)
+                text = bytes(one.outputs[0].token_ids)
+                await send({"type": "http.response.body", "body": text, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    extra: list[Any] = []
+    found = answered(app, [said(4), LAST], [LAST], [LAST], path="/v1/audio/transcriptions")
+    assert found.status == 200 and found.text == b"\x04\x06\x06\x06"
+    assert extra == [None, None, *[{"never_rejected": True}] * 2]
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])

@@ -29,6 +29,8 @@ class Theirs:
         self.sampling_params = SimpleNamespace(extra_args=None, **params)
         self.arrival_time, self.max_tokens = time.time(), 1
         self.num_computed_tokens, self.ended = 0, False
+        self.num_tokens = prompt
+        self.block_hashes: list[object] = []  # vLLM has none where it caches no prefixes
 
     @property
     def is_prefill_chunk(self) -> bool:
@@ -295,6 +297,19 @@ def test_an_id_that_was_rejected_may_be_tried_again() -> None:
     world.scheduler.waiting.clear()
     again = world.add(Theirs(f"{mine}00000002", 30))
     assert again.state == "waiting" and world.step() == [again.request.id]
+
+
+@pytest.mark.parametrize(("took", "met"), [(0.05, True), (0.2, False)])
+def test_the_answer_to_a_pooling_request_is_its_first_token(took: float, met: bool) -> None:
+    slo = SLO(ttft_ms=100, tpot_ms=1)
+    world = World(slos={"default": slo})
+    world.add(Theirs("embedding", 30))
+    world.clock.advance(took)
+    out = SimpleNamespace(request_id="embedding", new_token_ids=[], pooling_output=object(), finish_reason="stop")
+    world.steering.landed(object(), {0: SimpleNamespace(outputs=[out])})
+    ((_, record),) = world.steering.take_ended()
+    assert record.ttft == pytest.approx(record.finished - record.arrival) == pytest.approx(took, abs=0.03)
+    assert (record.output_tokens, slo.met(record)) == (1, met)
 
 
 def test_a_class_that_nobody_has_set_up_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -159,12 +159,11 @@ def serve(requested: ToServe) -> NoReturn:
         )
     check_model(requested.model, field="MODEL", dummy="--load-format dummy after --")
     limits = None if requested.profile is None else requested.limits
-    arguments = requested.arguments
     if requested.controlled:
         _check_ceilings(requested)
     else:
         _no_controller(requested)
-        arguments = {name: value for name, value in arguments.items() if name not in _OF_THE_SETTING}
+    arguments = _profiled_arguments(requested)
     run(
         ServeCommand(
             requested.model,
@@ -196,6 +195,30 @@ def serve(requested: ToServe) -> NoReturn:
             (*as_options(arguments), *requested.more),
         )
     )
+
+
+def _profiled_arguments(requested: ToServe) -> dict[str, str]:
+    """The arguments with which vLLM was profiled, as far as the server gets them: it loads the weights of its model, and of the
+    arguments of another model it gets the ceilings alone. A note names what is left out."""
+    given = dict(requested.arguments)
+    if not requested.controlled:
+        given = {name: text for name, text in given.items() if name not in _OF_THE_SETTING}
+    if requested.another_model:
+        ceilings = {name for names in _CEILINGS.values() for name in names}
+        lost = [f"{name}={text}" for name, text in given.items() if name not in ceilings]
+        if lost:
+            why = "as it was measured with another model; what the server is to have of it goes after --"
+            print(f"note: {requested.profile}: {', '.join(lost)} is left out, {why}", file=sys.stderr)
+        return {name: text for name, text in given.items() if name in ceilings}
+    if str(argument_value(given.get("load_format", "null"))).lower() == "dummy":
+        del given["load_format"]
+        if not _is_among("--load-format", requested.more):
+            print(
+                f"note: {requested.profile} was measured with random weights; the server loads the model's own. For random ones: "
+                "-- --load-format dummy",
+                file=sys.stderr,
+            )
+    return given
 
 
 def _room_for(pinned: Mapping[str, float]) -> dict[str, int | None]:
@@ -265,7 +288,8 @@ def _as_flags(requested: ToServe) -> dict[str, int | None]:
 
 def _longest(requested: ToServe) -> float:
     """Tokens of the longest request that vLLM will take, as far as that is known."""
-    known = (requested.max_model_len, requested.longest, requested.arguments.get("max_model_len"))
+    profiled = None if requested.another_model else requested.arguments.get("max_model_len")
+    known = (requested.max_model_len, requested.longest, profiled)
     return min((int(one) for one in known if one is not None and str(one).isdigit()), default=math.inf)
 
 

@@ -93,17 +93,18 @@ def _telling(generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[...
         answer = _ANSWER.get()
         if answer is None:
             return generate(*args, **kwargs)
-        if answer.in_background:
-            for one in (*args, *kwargs.values()):
-                if hasattr(one, "extra_args"):  # sampling parameters
-                    one.extra_args = {**(one.extra_args or {}), NEVER_REJECTED: True}
-        return _heard(generate(*args, **kwargs), answer)
+        sampling = [one for one in (*args, *kwargs.values()) if hasattr(one, "extra_args")]
+        return _heard(generate(*args, **kwargs), sampling, answer)
 
     return telling
 
 
-async def _heard(outputs: AsyncGenerator[Any, None], answer: _Answer) -> AsyncGenerator[Any, None]:
-    """``outputs``, of which ``answer`` hears."""
+async def _heard(outputs: AsyncGenerator[Any, None], sampling: list[Any], answer: _Answer) -> AsyncGenerator[Any, None]:
+    """``outputs``, of which ``answer`` hears. ``sampling``: the parameters of the request, which vLLM reads when the first output
+    is asked for: not before is it known whether the answer has begun."""
+    if answer.spares:
+        for one in sampling:
+            one.extra_args = {**(one.extra_args or {}), NEVER_REJECTED: True}
     try:
         async for output in outputs:
             if not answer.passes:
@@ -151,6 +152,12 @@ class _Answer:
         self._sent = False
         self.refused = asyncio.Event()
         """Set once it is known that the client is to be told so."""
+
+    @property
+    def spares(self) -> bool:
+        """Whether a request that is made for it now is never rejected: the client could not be told, or others have been computed
+        for it already."""
+        return self.in_background or self.begun or self.passes
 
     def reads(self, receive: Receive) -> Receive:
         """``receive``, by which the app reads what is asked."""

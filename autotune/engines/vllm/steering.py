@@ -505,6 +505,8 @@ class Steering(SteeredRequests):
                         self.slack.queued(one)
                     if kept is not None:
                         kept += _tokens(one, out)
+                elif out.pooling_output is not None:  # the whole answer, and so its first token
+                    one.token_times.append(now)
                 if out.finish_reason is not None:
                     reason = finish_reason(out.finish_reason)
                     failed += reason is FinishReason.ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import Counter, deque
@@ -67,9 +68,13 @@ def run(place: Place, model: str) -> None:
         except Exception as error:
             failed.append(name)
             found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-            del executor  # and with it the pool, before there is another whose state is whole
-            executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=BLOCK, **recorded)
         place.keep(name, found)
+        if "failed" in found:  # out of the except block, so that the frames that raised can be freed
+            del executor  # and with it the pool, before there is another whose state is whole
+            gc.collect()
+            if loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
+            executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=BLOCK, **recorded)
     if failed:
         raise RuntimeError(f"{len(failed)} steps failed: {', '.join(failed)}")
 

@@ -10,9 +10,12 @@ or request triggers one later. Steps with prompts are recorded likewise, up to w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -27,11 +30,39 @@ class Capture(Protocol):
         ...
 
 
+_debugging: Final = threading.Lock()  # PyTorch's debug mode is one for the process
+_abandoned: Final[list[Any]] = []  # graphs whose capture PyTorch has not ended: its allocators may still ask them
+
+
+@contextmanager
+def synchronization_forbidden() -> Iterator[None]:
+    """PyTorch raises ``RuntimeError`` before an operation that makes the host wait for the device: a value looked at, a copy from
+    pageable memory. It does so in every thread of the process, and does not know all such operations."""
+    with _debugging:
+        before = torch.cuda.get_sync_debug_mode()
+        _set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():  # PyTorch warns that the mode is a prototype
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 class CUDACapture:
-    """A :class:`Capture` of ``device``, whose recordings share one memory pool."""
+    """A :class:`Capture` of ``device``, whose recordings share one memory pool.
+
+    A call that makes the host wait for the device raises ``RuntimeError`` before its recording begins: after a capture that
+    fails, ``torch.cuda.empty_cache()`` of PyTorch 2.11 raises until the process ends.
+    """
 
     WARM_UP = 2
-    """Calls before the recording: kernels are compiled and libraries take their workspaces, which cannot be recorded."""
+    """Calls before the recording: kernels are compiled and libraries take their workspaces, which cannot be recorded. In the last
+    one no operation may wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,15 +76,31 @@ class CUDACapture:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                for _ in range(self.WARM_UP):
+                for _ in range(self.WARM_UP - 1):
+                    call()
+                with synchronization_forbidden():
                     call()
             graph = torch.cuda.CUDAGraph()
             # what other threads do on the device meanwhile is no part of it, and no fault
             recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-            with torch.cuda.stream(current), recording:  # which leaves its own stream in place where it fails
-                call()
+            try:
+                with torch.cuda.stream(current), recording:  # which leaves its own stream in place where it fails
+                    call()
+            except BaseException:
+                self._end(graph)
+                raise
             current.wait_stream(self._stream)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End what is left of the failed capture of ``graph``, where PyTorch has not: allocations no longer go to its pool."""
+        end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)  # no public function does this alone
+        try:
+            if end is not None:
+                end(torch.cuda.current_device(), self._pool)
+        except RuntimeError:  # it has been ended
+            return
+        _abandoned.append(graph)
 
 
 class DecodeGraphs:
