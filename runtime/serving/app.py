@@ -22,7 +22,7 @@ from runtime.llm.intake import lacks_tokenizer
 from runtime.llm.stream import Stream
 from runtime.serving.answers import ChatShape, CompletionShape, Events, Shape, TokenText, frame, usage_of
 from runtime.serving.errors import ApiError, api_error, bad_input, validation_error
-from runtime.serving.lifecycle import Counted, Lifecycle
+from runtime.serving.lifecycle import Counted, Lifecycle, shutting_down
 from runtime.serving.metrics import ServingMetrics
 from runtime.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message, Prompt
 from runtime.serving.streaming import EventStream, completed
@@ -30,7 +30,8 @@ from runtime.serving.streaming import EventStream, completed
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LONG_TEXT = 4000  # characters; tokenising more than this would hold up everybody else's tokens
+LONG = 4000  # characters or token ids; to tokenise, check and hash more would hold up everybody else's tokens
+EACH = 32  # as many more for each message of a chat or prompt of a list: what they take however short they are
 HOUSEKEEPING_S = 0.5
 
 
@@ -73,8 +74,8 @@ class Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self._accepts(body)
         arrival = self.engine.clock.now()
-        length = sum(len(message.content) for message in body.messages)
-        prompt = await _aside(length > LONG_TEXT, lambda: self._chat_tokens(body.messages))
+        length = sum(len(m.role) + len(m.name or "") + len(m.content) + EACH for m in body.messages)
+        prompt = await _aside(length > LONG, lambda: self._chat_tokens(body.messages))
         return await self._answer(body, [prompt], self._chat, "chatcmpl", request, arrival)
 
     async def _answer(
@@ -117,7 +118,7 @@ class Api:
         """One request for each prompt, or none at all. Their ids begin with that of the answer. ``arrival``: when it was asked
         for."""
         streams: list[Stream] = []
-        long = _length_of_texts(prompts) > LONG_TEXT
+        long = sum(len(prompt) + EACH for prompt in prompts) > LONG
         try:
             params = body.sampling(self.engine.model.sampling_defaults)
             for index, prompt in enumerate(prompts):
@@ -149,7 +150,8 @@ class Api:
         options = body.stream_options
         counts = None
         if options.continuous_usage_stats:  # counted while the engine already works on them
-            long = _length_of_texts(prompts) > LONG_TEXT
+            texts = [len(prompt) + EACH for prompt in prompts if isinstance(prompt, str)]  # to tokenise, again
+            long = sum(texts) > LONG
             counts = await _aside(long, lambda: [self._length(prompt) for prompt in prompts])
         return Events(shape, begin, closing_usage=options.include_usage, prompt_tokens=counts)
 
@@ -182,14 +184,15 @@ class Api:
         return self._card()
 
     def _card(self) -> dict[str, Any]:
-        model = self.engine.model
+        model, facts = self.engine.model, self.engine.facts.model
+        context = model.max_model_len if facts is None else facts.max_model_len  # which the engine may have lowered
         return {
             "id": self.name,
             "object": "model",
             "created": self._created,
             "owned_by": "autotune",
             "root": model.name,
-            "max_model_len": min(model.max_model_len, self.engine.kv_tokens),
+            "max_model_len": min(context, self.engine.kv_tokens),
         }
 
     async def health(self) -> Response:
@@ -256,6 +259,9 @@ def create_app(api: Api) -> FastAPI:
     def unreadable(request: Request, error: Exception) -> Response:
         return complain(request, ApiError(400, "the body cannot be read as JSON in UTF-8", code="invalid_json"))
 
+    def drained(request: Request, error: Exception) -> Response:
+        return complain(request, shutting_down())
+
     def no_such_place(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         allowed = (getattr(error, "headers", None) or {}).get("Allow", "other methods")
@@ -268,12 +274,8 @@ def create_app(api: Api) -> FastAPI:
     app.add_exception_handler(400, unreadable)
     app.add_exception_handler(404, no_such_place)
     app.add_exception_handler(405, no_such_place)
+    app.add_exception_handler(503, drained)
     return app
-
-
-def _length_of_texts(prompts: Sequence[Prompt]) -> int:
-    """Characters that are to be tokenised."""
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
 
 async def _aside(long: bool, work: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from runtime.errors import (
     StepFailedError,
 )
 
+_ENGINES_NAMES = {"tenant": "user", "prompt": "messages"}  # for fields of requests
 CLIENT_GONE = 499  # nobody will read it; as in nginx\'s logs
 _TYPES = {404: "not_found_error", 405: "invalid_request_error", 429: "rate_limit_error"}
 
@@ -64,11 +65,16 @@ def _encodable(text: str) -> str:
 
 
 def bad_input(error: ValueError, fields: Collection[str]) -> ApiError:
-    """The answer to a value that the engine refuses. A message that begins with one of ``fields`` is about that field."""
-    first = str(error).partition(" ")[0].rstrip(":")
+    """The answer to a value that the engine refuses. A message that begins with one of ``fields``, or with the engine's name for
+    it, is about that field."""
+    message = str(error)
+    first = message.partition(" ")[0].rstrip(":")
+    field = first if first in fields else _ENGINES_NAMES.get(first)
+    if first == "tenant":  # what a client does not know
+        message = message.replace("tenant", "user", 1)
     # OpenAI's name for it: clients look for it to send less
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
-    return ApiError(400, str(error), param=first if first in fields else None, code=code)
+    return ApiError(400, message, param=field if field in fields else None, code=code)
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from runtime.request import SamplingParams
 from runtime.serving.errors import ApiError, shown
@@ -132,7 +132,7 @@ class GenerationRequest(Part):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], FailFast()] = []
     ignore_eos: bool = False
     priority: int = 0
     request_class: str = "default"
@@ -211,7 +211,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -89,7 +89,7 @@ class LoadedModel:
             architecture=self.architecture,
             parameters=self.parameters,
             dtype=str(self.dtype).removeprefix("torch."),
-            device=self.device.type,
+            device=str(self.device),
             kv_bytes_per_token=self.kv_bytes_per_token,
             random_weights=self.name in PRESETS,
             kv_cache_dtype=self.kv_cache_dtype,
@@ -352,10 +352,13 @@ def sampling_defaults(config: Any) -> tuple[dict[str, float], list[str]]:
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a text, by the generation config, the model's config and the tokenizer, in this order."""
+    """Every id that ends a text: those of the generation config, as for ``generate``, or of the model's config where it names
+    none; then the tokenizer's. (transformers fills a config that names none with the default of its class.)"""
     found: dict[int, None] = {}
-    text = model.config.get_text_config()
-    for source in (model.generation_config, model.config, text, tokenizer):
+    generation = model.generation_config
+    named = getattr(generation, "eos_token_id", None) is not None
+    configs = (generation,) if named else (model.config, model.config.get_text_config())
+    for source in (*configs, tokenizer):
         value = getattr(source, "eos_token_id", None)
         for token in value if isinstance(value, list | tuple) else [value]:
             if isinstance(token, int) and token >= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -113,7 +114,12 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 
 def test_an_idle_server_stops_within_seconds(tmp_path: Path) -> None:
-    with in_process(tmp_path, *SMALL, "--served-model-name", "mine", "--token-budget", "256") as server:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    with (
+        in_process(tmp_path, *SMALL, "--served-model-name", "mine", "--token-budget", "256") as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as slow,
+    ):
+        slow.sendall(head)  # and the rest of the body never comes
         assert "serving mine at" in server.output and "token_budget=256" in server.output
         with httpx.Client(base_url=server.url) as client:  # whose connection stays open
             assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
@@ -123,6 +129,7 @@ def test_an_idle_server_stops_within_seconds(tmp_path: Path) -> None:
             assert 'autotune_requests_total{reason="length"} 1.0' in client.get("/metrics").text
             server.signal(signal.SIGTERM)
             assert server.ended(30) == 0
+            assert b"503 Service Unavailable" in slow.recv(1000)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
     assert isinstance(server, ServerProcess) and "Traceback" not in server.output

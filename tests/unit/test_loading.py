@@ -45,6 +45,19 @@ def test_dtype_and_length_as_asked(saved_model: Path) -> None:
     assert loaded.max_model_len == 100
 
 
+@pytest.mark.parametrize(("generation", "ends"), [({"eos_token_id": [15, 16]}, (15, 16, 257)), ({}, (2, 257))])
+def test_texts_end_where_generate_ends_them(
+    model_dir: Path, generation: dict[str, object], ends: tuple[int, ...]
+) -> None:
+    """A config that names no such token has the default of its class, 2; it counts only where the generation config names none
+    either."""
+    config = json.loads((model_dir / "config.json").read_text())
+    config.pop("eos_token_id")
+    (model_dir / "config.json").write_text(json.dumps(config))
+    (model_dir / "generation_config.json").write_text(json.dumps(generation))
+    assert load_model(str(model_dir), dtype="float32", device="cpu").eos_token_ids == ends
+
+
 def test_without_a_tokenizer_it_takes_token_ids(model_dir: Path) -> None:
     for file in model_dir.glob("tokenizer*"):
         file.unlink()

@@ -90,7 +90,14 @@ class FragileTokenizer(ByteTokenizer):
         return super().decode(ids)
 
 
-class WatchedTokenizer(ByteTokenizer):
+class ChattingTokenizer(ByteTokenizer):
+    """With a chat template: the contents, one behind the other."""
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+
+class WatchedTokenizer(ChattingTokenizer):
     """Remembers in which threads it was asked."""
 
     def __init__(self) -> None:
@@ -99,13 +106,6 @@ class WatchedTokenizer(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         self.threads.add(threading.get_ident())
         return super().encode(text)
-
-
-class ChattingTokenizer(ByteTokenizer):
-    """With a chat template: the contents, one behind the other."""
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode("".join(message["content"] for message in messages))
 
 
 async def test_a_whole_answer() -> None:
@@ -244,6 +244,14 @@ async def test_models() -> None:
         (card,) = (await client.get("/v1/models")).json()["data"]
         assert card["id"] == "fake" and card["object"] == "model" and card["max_model_len"] == 256
         assert (await client.get("/v1/models/fake")).json() == card
+
+
+@pytest.mark.parametrize(("options", "longest"), [({"max_model_len": 40}, 40), ({"kv_tokens": 64}, 64)])
+async def test_the_context_of_the_model_card_is_what_the_engine_takes(options: dict[str, Any], longest: int) -> None:
+    async with served(**options) as (client, _):
+        assert (await client.get("/v1/models/fake")).json()["max_model_len"] == longest
+        assert (await client.complete(max_tokens=longest - len(ABC))).status_code == 200
+        assert (await client.complete(max_tokens=longest - len(ABC) + 1)).status_code == 400
 
 
 async def test_a_model_without_a_chat_template() -> None:
@@ -387,6 +395,47 @@ async def test_draining_finishes_what_there_is_and_takes_nothing_new() -> None:
         await asyncio.wait_for(idle, 10)
 
 
+async def test_a_body_that_never_comes_does_not_hold_up_the_drain() -> None:
+    """Nor one that begins to come while the server drains: both are answered at once, and count as nothing under way."""
+    reading = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"{"
+        reading.set()
+        await asyncio.Event().wait()
+
+    async with served() as (client, _):
+        before = asyncio.create_task(client.post("/v1/completions", content=body()))
+        await reading.wait()
+        assert client.api.lifecycle.active == 0
+        client.api.lifecycle.drain()
+        during = client.post("/v1/completions", content=body())
+        for answer in (await asyncio.wait_for(before, 10), await asyncio.wait_for(during, 10)):
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
+            assert answer.headers["retry-after"] == "1"
+        await asyncio.wait_for(client.api.lifecycle.idle(), 10)
+
+
+async def test_a_body_in_parts_begins_with_the_last_of_them() -> None:
+    async with served() as (client, b):
+        active: list[int] = []
+
+        async def body() -> AsyncIterator[bytes]:
+            for part in (b'{"prompt": [97],', b' "max_tokens": 2', b"}"):
+                yield part
+                active.append(client.api.lifecycle.active)
+
+        b.executor.hold()
+        answer = asyncio.create_task(
+            client.post("/v1/completions", content=body(), headers={"content-type": "application/json"})
+        )
+        await asyncio.to_thread(b.held)
+        assert active == [0, 0, 0] and client.api.lifecycle.active == 1
+        b.executor.go()
+        assert (await answer).json()["choices"][0]["text"] == "bc"
+        assert client.api.lifecycle.active == 0
+
+
 class Interrupted(Server):
     """Is told to stop as soon as it serves."""
 
@@ -443,13 +492,16 @@ async def test_a_tokenizer_that_fails_in_mid_stream_is_an_event_too() -> None:
         ({"stop": ["\ud83d", ""]}, "stop"),
         ({"\ud83d": 1}, None),
         ({"prompt": "\ud83d"}, "prompt"),
+        ({"user": "\ud83d"}, "user"),
     ],
 )
 async def test_half_an_emoji_is_400(body: dict[str, Any], param: str | None) -> None:
     async with served() as (client, _):
         content = json.dumps({"prompt": ABC, **body}).encode()  # escaped, as browsers send it
         answer = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert param is None or error["message"].startswith(param)
 
 
 async def test_many_short_texts_are_tokenised_beside_the_event_loop() -> None:
@@ -461,6 +513,42 @@ async def test_many_short_texts_are_tokenised_beside_the_event_loop() -> None:
         many = await client.complete(prompt=["a" * 400] * 20, max_tokens=1)
     assert (few.status_code, many.status_code) == (200, 200)
     assert here == {threading.get_ident()} and threading.get_ident() not in tokenizer.threads
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "a"}] * 200,
+        [{"role": "r" * 5000, "content": "a"}],
+        [{"role": "user", "content": "a", "name": "n" * 5000}],
+        [{"role": "user", "content": [{"type": "text", "text": "a" * 100}] * 50}],
+    ],
+    ids=["many messages", "long role", "long name", "long parts"],
+)
+async def test_a_long_chat_is_tokenised_beside_the_event_loop(messages: list[Any]) -> None:
+    tokenizer = WatchedTokenizer()
+    async with served(model=FakeModel(tokenizer=tokenizer, max_model_len=6000), kv_tokens=6016) as (client, _):
+        for chat, aside in (([{"role": "user", "content": "a"}] * 3, False), (messages, True)):
+            tokenizer.threads.clear()
+            answer = await client.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 1})
+            assert answer.status_code == 200
+            assert (threading.get_ident() not in tokenizer.threads) is aside
+
+
+async def test_many_token_ids_are_checked_and_hashed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+    submit = Engine.submit
+
+    def watched(*args: Any, **options: Any) -> Any:
+        threads.add(threading.get_ident())
+        return submit(*args, **options)
+
+    monkeypatch.setattr(Engine, "submit", watched)
+    async with served() as (client, _):
+        for prompts, aside in (([ABC] * 3, False), ([[97] * 200] * 25, True), ([ABC] * 200, True)):
+            threads.clear()
+            assert (await client.complete(prompt=prompts, max_tokens=1)).status_code == 200
+            assert (threading.get_ident() not in threads) is aside
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -512,6 +600,7 @@ async def test_what_does_not_fit_into_the_context_has_the_code_that_clients_cut_
         answer = await client.post(path, json={**body, "max_tokens": 1})
         wrong = await client.complete(prompt=[1, 999])
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.json()["error"]["param"] == ("messages" if chat else "prompt")
     assert answer.json()["error"]["message"].endswith("is 301; the context of fake is 256 tokens")
     assert wrong.json()["error"]["code"] == "invalid_value"
 

@@ -156,6 +156,14 @@ def test_a_wrong_chat_body(body: Any, param: str) -> None:
     assert error.message.startswith(param)
 
 
+@pytest.mark.parametrize("body", [{"stop_token_ids": ["x"] * 20_000}, {"messages": [{"role": 1}] * 20_000}])
+def test_a_list_is_checked_as_far_as_its_first_wrong_item(body: Any) -> None:
+    """Only that one is in the answer, and a list of thousands would hold up the event loop."""
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate({"messages": HELLO, **body})
+    assert raised.value.error_count() == 1
+
+
 def test_top_logprobs_need_logprobs() -> None:
     assert "it needs logprobs to be true" in refused(ChatRequest, {"messages": HELLO, "top_logprobs": 2}).message
 
