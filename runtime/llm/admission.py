@@ -34,6 +34,7 @@ and counts for those that still wait for a slot alone. Related: early rejection 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -100,6 +101,29 @@ class Verdict(NamedTuple):
     reason: str
     why: str
     retry_after_s: float
+
+
+class _Ahead:
+    """What is left of prompts in progress, for who comes behind them one after the other, of which so many go ``side_by_side``:
+    as :meth:`Admission.before`, at a cost that does not follow their number each time."""
+
+    __slots__ = ("_lefts", "_side_by_side", "_total")
+
+    def __init__(self, side_by_side: int) -> None:
+        self._side_by_side = side_by_side
+        self._lefts: list[float] = []  # ascending
+        self._total = 0.0
+
+    def add(self, left: float) -> None:
+        insort(self._lefts, left)
+        self._total += left
+
+    def before(self, own: float) -> float:
+        lefts = self._lefts
+        if len(lefts) >= self._side_by_side:
+            return self._total
+        less = bisect_left(lefts, own)
+        return sum(lefts[:less]) + own * (len(lefts) - less)
 
 
 class Admission:
@@ -212,10 +236,13 @@ class Admission:
         Those that it ends are taken out, those that it relegates go last. Returns what is left of each.
         """
         lefts: list[float] = []
+        ahead = _Ahead(self.rate.prompts_per_step if self.policy.late else 0)
         relegated = False
         for sequence in tuple(begun):
-            if (verdict := self._in_progress(sequence, now, lefts)) is None:
-                lefts.append(self.left(sequence))
+            left = self.left(sequence)
+            if (verdict := self._in_progress(sequence, now, left, ahead)) is None:
+                lefts.append(left)
+                ahead.add(left)
                 continue
             late(self, sequence, verdict, now)
             if sequence.state == "finished":
@@ -227,13 +254,12 @@ class Admission:
             return [self.left(sequence) for sequence in begun]
         return lefts
 
-    def _in_progress(self, sequence: Sequence, now: float, others: Seq[float]) -> Verdict | None:
-        """Why ``sequence``, whose prompt is being computed behind others of which so much is left, is late."""
+    def _in_progress(self, sequence: Sequence, now: float, left: float, ahead: _Ahead) -> Verdict | None:
+        """Why ``sequence``, whose prompt is being computed behind others, is late; ``left``: what is left of it."""
         if self.policy.late is None or sequence.generated or sequence is self._probe or sequence.relegated is not None:
             return None
         target = self.target(sequence)
-        left = self.left(sequence)
-        return self._late(sequence, now, self.before(left, others) + left, target, target, begins=True)
+        return self._late(sequence, now, ahead.before(left) + left, target, target, begins=True)
 
     def observe(self, record: StepRecord) -> None:
         """A step has been made."""

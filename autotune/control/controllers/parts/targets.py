@@ -43,9 +43,9 @@ assert Targets._fields == tuple(SLO(ttft_ms=1).targets_ms)
 class SLOTargets:
     """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
 
-    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token
-    (``firsts``: of each class); ``whole``: until the last (E2E); inf each where there is no target. ``mixed``: whether there are
-    classes, served lately or not, whose first token has far more time than that of others.
+    ``step``: seconds a step may take on average (TPOT and ITL), ``mean``: for TPOT alone; ``gap``: at most (ITL); ``first``:
+    until a first token (``firsts``: of each class); ``whole``: until the last (E2E); inf each where there is no target.
+    ``mixed``: whether there are classes, served lately or not, whose first token has far more time than that of others.
 
     A TPOT or ITL target below ``floor``, the shortest step there can be (:meth:`no_step_below`, s), does not count: no setting
     meets it, and steps that went by it would leave prompts no room. Neither does an E2E that asks for such steps.
@@ -109,6 +109,7 @@ class SLOTargets:
         self._counted = {name: Targets.of(slo, left_out[name]) for name, slo in self._slos.items()}
         counted = {name: targets for name, targets in self._counted.items() if name in served}
         self.step = min((min(t.tpot, t.itl) for t in counted.values()), default=math.inf) / 1e3
+        self.mean = min((t.tpot for t in counted.values()), default=math.inf) / 1e3
         self.gap = min((t.itl for t in counted.values()), default=math.inf) / 1e3
         self.firsts = {name: min(t.ttft, t.e2e) / 1e3 for name, t in counted.items()}
         self.first = min(self.firsts.values(), default=math.inf)

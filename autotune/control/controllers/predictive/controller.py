@@ -136,6 +136,8 @@ class PredictiveController:
             self._usual.step(record)
             if self._drafting is not None:
                 self._drafting.step(record)
+        if record.leaves_idle:
+            self._steps.idle()
 
     def observe_request(self, record: RequestRecord) -> None:
         self._targets.saw(record.request_class, record.output_tokens if record.completed else None)
@@ -290,8 +292,8 @@ class PredictiveController:
         if not self._learned.trusted:
             off = f"{self._learned.wrong:.0%} of recent steps took over 1.5 times or under 0.67 of their predicted time"
             return self._propose("fallback", limits.clamp(self.start), f"{off}: holding the starting knobs")
-        shortest = traffic.shortest
-        if ready and shortest > targets.shortest and targets.no_step_below(min(self._predicted(1), shortest)):
+        alone = traffic.alone
+        if ready and alone > targets.shortest and targets.no_step_below(min(self._predicted(1), alone)):
             self._gain.clear()  # it was taught by targets that no longer bound steps, or did not yet
             self._comparison.forget()
         target = self.target
@@ -315,6 +317,8 @@ class PredictiveController:
                 decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
             )
             room = decodes + int(min(prefill, 1e9))
+            if targets.mean == math.inf and self._no_prompt_within_gap(decodes):
+                room = limits.token_budget
             if self._steps.prefill_quantum:  # the budget is a size that was looked for
                 budget = max(budget, self._ceiling_in_tiles(room, knobs.token_budget, limits.token_budget))
             else:
@@ -402,8 +406,15 @@ class PredictiveController:
         demand, gap = self._demand.per_second, self._targets.gap
         longest = min(self._gain.value, 1.0) * gap / self._learned.margin.value
         if gap < math.inf and not self._budgeted:  # a gap is a single step, the fullest one too, and no mean
-            target = min(target, longest)
-            decodes, demand = max(decodes, int(self._traffic.decodes.quantile(0.95))), 0.0
+            most = max(decodes, int(self._traffic.decodes.quantile(0.95)))
+            if self._no_prompt_within_gap(most):
+                target = self._targets.mean * self._gain.value / self._learned.bias
+                if target == math.inf:
+                    self._beyond, self._steps.by_ceiling = False, False
+                    return top
+            else:
+                target = min(target, longest)
+                decodes, demand = most, 0.0
         requests = self._traffic.requests(self._usual.per_second)
         e2e_binds = self._targets.step_time_for_e2e(self._traffic.outputs) < min(self._targets.step, gap)
         self._steps.by_ceiling = e2e_binds and requests is not None
@@ -432,6 +443,11 @@ class PredictiveController:
             size = as_fast(seconds, decodes, size)
         self._steps.prefill_quantum = size - decodes if self._beyond and gap == math.inf else 0
         return max(size, decodes + 16)
+
+    def _no_prompt_within_gap(self, decodes: int) -> bool:
+        """Whether no step with a prompt is as short as an ITL target: the fewer there are, the fewer gaps are too long."""
+        longest = min(self._gain.value, 1.0) * self._targets.gap / self._learned.margin.value
+        return self._step_of(decodes, decodes + constants.LEAST_BUDGET) > longest
 
     def _ceiling_in_tiles(self, tokens: int, in_force: int, top: int) -> int:
         """A ceiling of at most ``tokens``, in whole tiles unless it is all that the engine takes (``top``).

@@ -11,6 +11,10 @@ is short enough for do not count. D + P is rounded down to whole tiles (:mod:`au
 Where all prompts have longer than the tightest TTFT, as those of batch beside chat, a is at most τ/2, if such steps compute
 nearly as many prompt tokens a second: who comes next may have no more time than that, and waits for the step in flight.
 
+Where decodes alone are within the target, and no prompt token has a place beside them, all prompts would wait until nothing
+decodes. If those are late by it a step holds ``STARVED`` of them, and all where an ITL alone is in the way: each such step makes
+a gap too long for everybody, so few are better than many.
+
 Where steps overlap, slack is as of the end of the step in flight, as predicted.
 
 Before the model knows what prompts cost, the first ones beside decodes go in steps of :class:`FirstSteps`.
@@ -71,6 +75,7 @@ class StepBudget:
         self._granted: tuple[SchedulerView, float] | None = (
             None  # the last step's view and target, until its rate is asked for
         )
+        self._view: SchedulerView | None = None  # the last step's
         self._rate = 0.0
         self._prompts_per_step = 1
         self._first = FirstSteps()
@@ -90,9 +95,16 @@ class StepBudget:
         if record.prefill_tokens and not self._learned.model.knows_prompts:
             self._first.saw(record, seconds, self.target)
 
+    def idle(self) -> None:
+        """Nothing is left to run: the next prompt has a step of its own, whatever the last one had beside it."""
+        if self._view is not None:
+            empty = self._view._replace(decoding=0, decode_context=0, prefilling=0, in_progress=())
+            self._granted = empty, math.inf
+
     def budget(self, view: SchedulerView) -> int:
         """Tokens that the coming step may hold; all that the knobs allow while the model is not to be trusted."""
         top, decodes, learned = view.knobs.token_budget, view.decoding, self._learned
+        self._view = view
         if self._targets.left_out:
             view = self._feasible(view)
         if view.in_flight is not None and learned.model.ready:  # the coming step begins when that one has ended
@@ -134,6 +146,10 @@ class StepBudget:
         if allowed == math.inf:
             return top
         prefill = self._most_prefill(view, allowed)
+        alone = self._seconds(view, 0) <= target / min(1.0, self._gain.value)
+        if prefill < 1 and alone and self._queue_suffers(view, allowed):
+            # Decodes alone are within the target, but beside a prompt no step is, or who is behind does not catch up.
+            prefill = constants.STARVED if self._targets.mean < math.inf else math.inf
         if prefill >= top:
             return top
         tokens = decodes + max(0, int(prefill))

@@ -20,7 +20,7 @@ class Traffic:
         self._prompt_tokens = self._to_compute = 0.0  # decaying sums over requests
         self.contexts = Recent(constants.WINDOW)  # mean context of a decode, by step
         self.decodes = Recent(constants.WINDOW)
-        self.shortest = 0.0  # step of decodes alone, s: the least of those lately; 0 before there were any
+        self.alone = 0.0  # step of decodes alone, s: a decaying mean; 0 before there were any
         self._latest: deque[tuple[int, float]] = deque(maxlen=constants.WINDOW)  # decodes and seconds of steps
         self.preemptions = 0.0  # decaying count
         self.bound = 0.0  # decaying shares of steps: that anything limited,
@@ -43,8 +43,7 @@ class Traffic:
             self._latest.append((decodes, seconds))
             self.contexts.add(record.decode_context / decodes)
             if not prefill:
-                longer = self.shortest + weight * (seconds - self.shortest)
-                self.shortest = min(seconds, longer) if self.shortest else seconds
+                self.alone += weight * (seconds - self.alone) if self.alone else seconds
         if prefill:
             self._tokens += prefill - weight * self._tokens
             self._reads += record.prefill_context - weight * self._reads
