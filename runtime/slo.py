@@ -303,7 +303,7 @@ def attained(counted: CountedByClass, slo: SLO, classes: Iterable[RequestClass] 
     return bool(offered) and all(c.attainment >= targets.get(name, slo.attainment) for name, c in offered)
 
 
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     """The 95% Wilson score interval of a share, (0, 1) without trials."""
     if trials == 0:
         return 0.0, 1.0

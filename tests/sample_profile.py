@@ -198,7 +198,7 @@ def full_profile(**changes: Any) -> Profile:
         "simulation": SimulationFacts(trials=240, cpu_seconds=19.0, pareto=3, goodput_error=0.04),
         "simulated": tuple(p.model_copy(update={"stage": "simulation"}) for p in points),
         "confidence": Confidence(noise=0.03, best=0.8, regret=0.01, sentence="balanced is the best of 3 with 80%"),
-        "gain": Gain(ratio=1.31, low=1.18, high=1.44, requests=412, paired=True),
+        "gain": Gain(ratio=1.31, low=1.18, high=1.44, requests=412, paired=True, block_s=4.0),
         "price_per_hour": 2.5,
     }
     return sample_profile(**fields | changes)

@@ -130,7 +130,8 @@ def simulate(
     if points:
         console.print()
         console.print(
-            simulated_table(points, scenario.slo, requested.price, console.width, scenario.classes), soft_wrap=True
+            simulated_table(points, scenario.slo, requested.price, console.width, scenario.classes, repeated=once),
+            soft_wrap=True,
         )
         if (drawn := class_table([(p.label, p) for p in points], scenario.slo, scenario.classes)) is not None:
             console.print(drawn)

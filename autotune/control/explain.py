@@ -133,7 +133,7 @@ def _outcomes(decision: Decision) -> dict[str, ClassTally]:
 
 def _add(outcomes: dict[str, ClassTally], ended: Mapping[str, ClassTally]) -> None:
     for name, one in ended.items():
-        outcomes[name] = outcomes.get(name, ClassTally()) + one
+        outcomes[name] = outcomes[name] + one if name in outcomes else one
 
 
 def _state(decision: Decision, before: str) -> str:

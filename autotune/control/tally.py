@@ -18,9 +18,10 @@ class ClassTally:
     ``rejected`` (by cause), ``unfinished`` (by how they ended) and ``late``, whose ``missed`` targets are counted by metric.
 
     ``relegated``: requests that once waited behind all that could still be met; of those, ``relegated_met`` met their SLO.
+    ``weight``: of each request; None in a sum of runs that had different ones. ``lost_before``: weight of what those lost.
     """
 
-    weight: float = 1.0
+    weight: float | None = 1.0
     offered: int = 0
     met: int = 0
     cancelled: int = 0
@@ -30,6 +31,7 @@ class ClassTally:
     rejected: Counter[str] = field(default_factory=Counter)
     unfinished: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
+    lost_before: float = 0.0
 
     def add(self, record: RequestRecord, slo: SLO) -> None:
         """A request has ended that had to meet ``slo``."""
@@ -51,14 +53,16 @@ class ClassTally:
 
     @property
     def lost(self) -> float:
-        """Weight of the requests that did not meet their SLO."""
-        return self.weight * (self.offered - self.met)
+        """Weight of the requests that did not meet their SLO, each by the weight it had in its run."""
+        return self.lost_before if self.weight is None else self.weight * (self.offered - self.met)
 
     def __add__(self, other: ClassTally) -> ClassTally:
-        ours, theirs = self.as_dict(), other.as_dict()
-        summed = {name: ours[name] + theirs[name] for name in _COUNTS}
+        """Of two runs together."""
+        summed = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        alike = self.weight == other.weight and self.weight is not None
         return ClassTally(
-            weight=other.weight,
+            weight=self.weight if alike else None,
+            lost_before=0.0 if alike else self.lost + other.lost,
             rejected=self.rejected + other.rejected,
             unfinished=self.unfinished + other.unfinished,
             missed=self.missed + other.missed,
@@ -102,11 +106,12 @@ def losses(tallies: Mapping[str, ClassTally]) -> Iterator[str]:
         return
     offered, met = (sum(getattr(one, name) for one in ended.values()) for name in ("offered", "met"))
     yield f"requests  {met} of {offered} met their SLO{_share(met, offered)}"
-    several, weighed = len(ended) > 1, any(one.weight != 1 for one in ended.values())
+    several, weighed = len(ended) > 1, any(one.weight != 1 for one in ended.values())  # None: not the same in all runs
     for name, one in sorted(ended.items(), key=lambda pair: (-pair[1].lost, pair[0])):
         parts = [f"{one.met} of {one.offered} met{_share(one.met, one.offered)}"] if several else []
         if weighed and one.lost:
-            parts.append(f"{one.lost:.4g} lost at weight {one.weight:g}")
+            at = "at the weights of the runs" if one.weight is None else f"at weight {one.weight:g}"
+            parts.append(f"{one.lost:.4g} lost {at}")
         if one.rejected:
             parts.append(f"rejected {one.rejected.total()} ({_by(one.rejected)})")
         if one.late:

@@ -11,10 +11,10 @@ from autotune.export.target import FACT_ROWS, Fit, Row, Value, Written
 
 def no_chunk_needed(source: ProfiledEngine) -> str:
     """Why no prompt would be cut by ``chunk_size``, or ""."""
-    chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.max_model_len
+    chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.longest
     if chunk >= budget:
         return f"it is not below token_budget {budget}, so it cuts nothing"
-    if chunk >= longest and not source.another_model:
+    if longest is not None and chunk >= longest:
         return f"no prompt is longer than {longest} tokens, so it cuts nothing"
     return ""
 

@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from autotune.engines.model_folder import context_length
 from autotune.engines.named import ours
 from autotune.profile import Machine, Point, Profile, Software
 from autotune.profile.callable import CallablePoint, CallableProfile
 from autotune.profile.fingerprint import describe
+from autotune.profiling.points import share_interval
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.knobs import Knobs
 
@@ -90,6 +92,14 @@ class ProfiledEngine(Source):
     def max_model_len(self) -> int:
         """Most tokens (prompt + output) of a request that the measured engine accepted: one must fit the KV pool alone."""
         return min(self.profile.model.max_model_len, self.profile.engine.kv_pool.tokens)
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a request of the model that is served; None where that is another than the measured one and the length
+        of its context is not known here."""
+        if not self.another_model:
+            return self.max_model_len
+        return None if self.model is None else context_length(self.model)
 
     def origin(self, title: str) -> str:
         engine = self.profile.engine
@@ -247,16 +257,18 @@ def _versions(software: Software) -> str:
 
 def _measured(point: Point) -> str:
     times = {"TTFT": point.ttft_p99_ms, "TPOT": point.tpot_p99_ms}
+    interval = share_interval(point.attainment_low, point.attainment_high)
     return (
-        f"{point.attainment:.1%} of {point.offered} requests met the SLO (95% interval {point.attainment_low:.0%}–"
-        f"{point.attainment_high:.0%}), {point.goodput.mean:.3g} requests/s met it{_tails(times)}"
+        f"{point.attainment:.1%} of {point.offered} requests met the SLO (95% interval {interval}%), "
+        f"{point.goodput.mean:.3g} requests/s met it{_tails(times)}"
     )
 
 
 def _tried(point: CallablePoint) -> str:
+    interval = share_interval(point.attainment_low, point.attainment_high)
     return (
-        f"{point.attainment:.1%} of {point.offered} items met the SLO (95% interval {point.attainment_low:.0%}–"
-        f"{point.attainment_high:.0%}), {point.goodput:.3g} items/s met it{_tails({'E2E': point.e2e_p99_ms})}"
+        f"{point.attainment:.1%} of {point.offered} items met the SLO (95% interval {interval}%), "
+        f"{point.goodput:.3g} items/s met it{_tails({'E2E': point.e2e_p99_ms})}"
     )
 
 

@@ -31,6 +31,12 @@ def _chunks(source: ProfiledEngine) -> Written:
     return written
 
 
+def _about_chunk(source: ProfiledEngine) -> str:
+    if source.longest is not None or no_chunk_needed(source):
+        return ""
+    return "vLLM does not start if the threshold is longer than the model's context, which is not known here: delete it then"
+
+
 def _drafts(source: ProfiledEngine) -> Written:
     count = source.knobs.draft_tokens
     return {"speculative-config": json.dumps(_NGRAM | {"num_speculative_tokens": count})} if count else {}
@@ -166,6 +172,7 @@ VLLM = ExportTarget(
             _chunks,
             said="vLLM lifts the threshold while a request is the only one there, and its prompt then takes the whole budget",
             harmless=no_chunk_needed,
+            about=_about_chunk,
             exact=lambda s: s.measured_there and bool(no_chunk_needed(s)),
         ),
         "draft_tokens": Row(

@@ -392,10 +392,27 @@ class Gain(Part):
     """Requests within the SLO with the recommended setting, over those with the baseline."""
 
     ratio: AboveZero
-    low: Amount = Field(description="95% interval, block bootstrap")
+    low: Amount = Field(
+        description="95% interval: Student's t over blocks, at the least what `noise` makes of one setting"
+    )
     high: AboveZero
     requests: Count = Field(description="requests offered to the recommended setting in what is compared")
     paired: bool = Field(description="whether both met the same requests")
+    block_s: AboveZero | None = Field(
+        default=None,
+        description="mean length of the blocks, s; null in profiles of earlier versions, whose interval is a bootstrap over "
+        "single seconds, which is too narrow",
+    )
+
+    @property
+    def clear(self) -> bool:
+        """Whether the recommended setting is better beyond chance."""
+        return self.certain and self.low > 1
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval is one to go by: of the same requests, and not over single seconds as in earlier versions."""
+        return self.paired and self.block_s is not None
 
 
 class SimulationFacts(Part):

@@ -28,7 +28,7 @@ from autotune.profiling.batcher_space import ONE_AT_A_TIME
 from autotune.profiling.callable import SIMULATED_WARM_UP, CallableFindings, CallableQuestion, CallableSetup, ranked
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import callable_points, gain, pareto, points
+from autotune.profiling.points import callable_points, gain, pareto, points, share_interval
 from autotune.profiling.setup import Comparison, Setup
 from autotune.profiling.subject import Subject
 from autotune.profiling.warnings import unseen, warnings
@@ -193,7 +193,7 @@ def gain_of(findings: Findings, recommended: Knobs, baseline: Knobs) -> Gain | N
     validated = [] if findings.setup is None else findings.validated_at(findings.setup.rate)
     mine = [run for run in validated if run.knobs == recommended]
     base = [run for run in validated if run.knobs == baseline]
-    return gain(mine, base) if mine and base and recommended != baseline else None
+    return gain(mine, base, findings.noise) if mine and base and recommended != baseline else None
 
 
 def sure_of(findings: Findings) -> Confidence | None:
@@ -334,7 +334,7 @@ def _few(p: Point) -> str:
 def _share(p: Point) -> str:
     if p.classes:
         return _few(p)
-    return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f}%)"
+    return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {share_interval(p.attainment_low, p.attainment_high)}%)"
 
 
 def _callable_verdict(setup: CallableSetup, best: CallablePoint, met: bool) -> str:

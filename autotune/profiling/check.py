@@ -384,7 +384,7 @@ def median_interval(values: Sequence[float], level: float = _LEVEL) -> tuple[flo
     """An interval that holds the median with probability ``level`` or more, whatever the distribution.
 
     Between the k-th smallest and the k-th largest value, k the largest for which the sign test allows it (Thompson 1936).
-    Fewer than six values hold it with less, between the smallest and the largest.
+    Of fewer than eight values the interval is between the smallest and the largest, and at a level of 0.99 holds it with less.
     """
     ordered = sorted(values)
     k = max(1, int(binom.ppf((1 - level) / 2, len(ordered), 0.5)))

@@ -9,19 +9,25 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import SerializerFunctionWrapHandler, model_serializer
+from scipy.special import stdtrit
 
 from autotune.measure.score import Latency, Score
+from autotune.profile import RECOMMENDED, Profile
 from autotune.profile.callable import BatcherSetting, CallablePoint, StrategyName, setting_of
 from autotune.profile.parts import ClassPoint, Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 
 Stage = Literal["simulation", "search", "validation", "capacity"]
-_RESAMPLES = 2000
 _MOST_GAIN = 1000.0  # a ratio beyond it says no more
+_MOST_EXPONENT = 50.0
 _TWO_SIDED = 1.96  # deviations, of 95% of a normal distribution
-_DRAWS = 5_000_000  # in memory at a time
+_BLOCK_S = 4.0  # what lasts as long is nearly independent of the rest, unless a backlog outlasts it
+_FEWEST_BLOCKS, _MOST_BLOCKS = 5, 30  # of an interval, where there are so many seconds
+
+Floats = NDArray[np.float64]
 
 
 class Run(Part):
@@ -112,7 +118,7 @@ def _pooled(runs: Sequence[Run], *, once: bool = False) -> tuple[list[list[Score
     by_seed = list(seeds.values())
     offered = round(sum(_mean(same, lambda s: s.offered) for same in by_seed))
     met = min(offered, round(sum(_mean(same, lambda s: s.met) for same in by_seed)))
-    low, high = wilson_interval(met, offered)
+    low, high = attainment_interval(met, offered, _clusters(runs, by_seed))
     known = {
         "knobs": runs[0].knobs,
         "seeds": tuple(s.seed for s in scores),
@@ -130,14 +136,13 @@ def _pooled(runs: Sequence[Run], *, once: bool = False) -> tuple[list[list[Score
 def point(runs: Sequence[Run], *, once: bool = False) -> Point:
     """Runs of one setting of an engine at one rate. ``once``: whatever their seeds, their requests are the same or some are."""
     scores, (by_seed, window, known) = [run.score for run in runs], _pooled(runs, once=once)
-    blocks = [(_mean(same, lambda s: s.window_s), _mean_blocks(same)) for same in by_seed]
     return Point(
         **known,
         stage=runs[0].stage,
         label=runs[0].label,
         rate=scores[0].rate,
         offered_rate=_round(sum(_mean(same, lambda s: s.offered) for same in by_seed) / window),
-        goodput=goodput_spread(blocks, tuple(s.goodput for s in scores)),
+        goodput=goodput_spread(_in_blocks(by_seed), window, tuple(s.goodput for s in scores)),
         throughput=mean_spread(tuple(s.throughput for s in scores)),
         ttft_p50_ms=_median(scores, lambda s: s.ttft_ms.p50),
         ttft_p99_ms=_median(scores, lambda s: s.ttft_ms.p99),
@@ -193,74 +198,142 @@ def _middle(latencies: Iterable[Latency | None]) -> float | None:
     return _round(statistics.median(known)) if known else None
 
 
-def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[float, float]]]], runs: tuple[float, ...]) -> Spread:
-    """The mean goodput and its 95% percentile-bootstrap interval over blocks of a second or more.
+def goodput_spread(blocks: Floats, window_s: float, runs: tuple[float, ...]) -> Spread:
+    """The mean goodput over ``window_s`` seconds and its 95% interval: Student's t over ``blocks`` (offered and met in each).
 
-    Requests of a burst are late together, so single requests are no independent sample; seconds nearly are (a block
-    bootstrap: Künsch 1989). With few blocks the interval is rather too narrow than too wide.
+    Requests of a burst are late together, so single requests are no independent sample, nor are single seconds; blocks of
+    several seconds nearly are. Where a backlog outlasts a block, as near capacity, the interval is too narrow. One block has
+    no interval: both ends are the mean.
     """
-    met = np.array([m for _, seconds in blocks for _, m in seconds], dtype=float)
-    window = sum(seconds for seconds, _ in blocks)
-    rng = np.random.default_rng(0)  # the same runs give the same interval
-    at_once = max(1, _DRAWS // max(1, len(met)))  # of so many blocks that memory does not grow with the window
-    counts = [min(at_once, _RESAMPLES - made) for made in range(0, _RESAMPLES, at_once)]
-    sums = np.concatenate([rng.choice(met, size=(count, len(met))).sum(axis=1) for count in counts]) / window
-    low, high = np.percentile(sums, [2.5, 97.5])
-    return Spread(mean=_round(met.sum() / window), low=_round(low), high=_round(high), runs=tuple(map(_round, runs)))
-
-
-def gain(mine: Sequence[Run], base: Sequence[Run]) -> Gain | None:
-    """Requests/s within the SLO of ``mine`` over those of ``base``: the ratio and its 95% percentile-bootstrap interval.
-
-    Where both have runs under the same seeds those alone are compared: they met the same requests, so each second of one is
-    drawn together with the same second of the other, and the luck of the arrivals cancels out. None where ``base`` met none.
-    """
-    common = {run.score.seed for run in mine} & {run.score.seed for run in base}
-    sides = [[run for run in runs if not common or run.score.seed in common] for runs in (mine, base)]
-    (mine_s, mine_met, offered), (base_s, base_met, _) = map(_met_by_second, sides)
-    if not (base_met.sum() and mine_met.sum()):
-        return None
-    rng = np.random.default_rng(0)  # the same runs give the same interval
-    at_once = max(1, _DRAWS // max(len(mine_met), len(base_met)))
-    ratios: list[float] = []
-    for made in range(0, _RESAMPLES, at_once):
-        count = min(at_once, _RESAMPLES - made)
-        at = rng.integers(len(mine_met), size=(count, len(mine_met)))
-        of = at if common else rng.integers(len(base_met), size=(count, len(base_met)))
-        sums = zip(mine_met[at].sum(axis=1) / mine_s, base_met[of].sum(axis=1) / base_s, strict=True)
-        ratios += [a / b if b else math.inf for a, b in sums]
-    low, high = np.percentile(ratios, [2.5, 97.5], method="nearest")
-    return Gain(
-        ratio=_round((mine_met.sum() / mine_s) / (base_met.sum() / base_s)),
-        low=_round(low),
-        high=_round(min(high, _MOST_GAIN)),
-        requests=round(offered),
-        paired=bool(common),
+    met = blocks[:, 1]
+    mean = float(met.sum()) / window_s
+    half = _student(len(met)) * float(met.std(ddof=1)) * math.sqrt(len(met)) / window_s if len(met) > 1 else 0.0
+    return Spread(
+        mean=_round(mean), low=_round(max(0.0, mean - half)), high=_round(mean + half), runs=tuple(map(_round, runs))
     )
 
 
-def clearly_better(mine: Sequence[Run], base: Sequence[Run], noise: float) -> bool:
-    """Whether ``mine`` measured more goodput than ``base`` under the same requests, beyond chance.
+def attainment_interval(met: int, offered: int, clusters: Floats) -> tuple[float, float]:
+    """A 95% interval of the share ``met`` of ``offered`` requests that do not fail one by one.
 
-    The 95% interval of the ratio lies above 1, and attainments differ by more than runs of one setting do in 95 of 100 cases,
-    whose coefficient of variation is ``noise``: a slow minute of the machine outlasts the seconds that are drawn.
+    Wilson's, of as many requests as would be worth as much if they were independent (Korn and Graubard 1998): ``offered``
+    over the design effect, which ``clusters`` (offered and met in each) show, with Student's t for the normal quantile.
+    Never narrower than Wilson's; the same where nothing, or everything, was met, and of a single cluster.
     """
-    found = gain(mine, base)
+    if not 0 < met < offered or len(clusters) < 2:
+        return wilson_interval(met, offered)
+    came, good = clusters[:, 0], clusters[:, 1]
+    share, count = good.sum() / came.sum(), len(clusters)
+    variance = count / (count - 1) * float(((good - share * came) ** 2).sum()) / float(came.sum()) ** 2
+    if not 0 < share < 1 or variance <= 0:
+        return wilson_interval(met, offered)
+    worth = share * (1 - share) / variance * (_TWO_SIDED / _student(count)) ** 2
+    independent = min(1.0, float(worth) / offered)
+    return wilson_interval(met * independent, offered * independent)
+
+
+def _clusters(runs: Sequence[Run], by_seed: Sequence[Sequence[Score]]) -> Floats:
+    """What varies by itself: in simulation each seed, of several, whose runs are long; else blocks of several seconds."""
+    if runs[0].stage == "simulation" and len(by_seed) > 1:
+        return np.array([[_mean(same, lambda s: s.offered), _mean(same, lambda s: s.met)] for same in by_seed])
+    return _in_blocks(by_seed)
+
+
+def _in_blocks(by_seed: Sequence[Sequence[Score]]) -> Floats:
+    """Requests offered and met in each of some blocks of equal length, in order; means over runs of one seed.
+
+    Of 4 s, longer where that makes more than 30, shorter where it makes fewer than 5. No block holds parts of two seeds.
+    """
+    windows = [np.array(_mean_blocks(same), dtype=float).reshape(-1, 2) for same in by_seed]
+    second = sum(_mean(same, lambda s: s.window_s) for same in by_seed) / max(1, sum(map(len, windows)))
+    total = sum(map(len, windows))
+    length = max(1, min(total // _FEWEST_BLOCKS, max(round(_BLOCK_S / second), math.ceil(total / _MOST_BLOCKS))))
+    parts = (part for w in windows if len(w) for part in np.array_split(w, max(1, len(w) // length)))
+    return np.array([part.sum(axis=0) for part in parts]).reshape(-1, 2)
+
+
+def gain(mine: Sequence[Run], base: Sequence[Run], noise: float = 0.0) -> Gain | None:
+    """Requests/s within the SLO of ``mine`` over those of ``base``: the ratio and its 95% interval. None where one met none.
+
+    Where both have runs under the same seeds those alone are compared: they met the same requests, so each block of several
+    seconds of one is compared with the same block of the other, and the luck of the arrivals cancels out. The interval is
+    Student's t over the blocks, of the logarithm; and at the least what runs of one setting differ by in 95 of 100 cases,
+    whose coefficient of variation is ``noise`` (:func:`beyond_noise`): a slow minute of the machine outlasts the blocks.
+    """
+    common = {run.score.seed for run in mine} & {run.score.seed for run in base}
+    sides = [[run for run in runs if not common or run.score.seed in common] for runs in (mine, base)]
+    (mine_s, mine_blocks), (base_s, base_blocks) = map(_by_block, sides)
+    mine_met, base_met = mine_blocks[:, 1], base_blocks[:, 1]
+    if not (base_met.sum() and mine_met.sum()):
+        return None
+    ratio = float((mine_met.sum() / mine_s) / (base_met.sum() / base_s))
+    above, below = mine_met / mine_met.mean(), base_met / base_met.mean()
+    if common and len(above) == len(below):
+        error, count = _standard_error(above - below), len(above)
+    else:
+        error, count = math.hypot(_standard_error(above), _standard_error(below)), min(len(above), len(below))
+    apart = math.exp(min(_student(count) * error, _MOST_EXPONENT)) if count > 1 else _MOST_GAIN
+    found = Gain(
+        ratio=_round(ratio),
+        low=_round(ratio / apart),
+        high=_round(min(ratio * apart, max(ratio, _MOST_GAIN))),
+        requests=round(float(mine_blocks[:, 0].sum())),
+        paired=bool(common),
+        block_s=_round(mine_s / len(mine_met)),
+    )
+    return beyond_noise(found, noise, len(sides[0]), len(sides[1]))
+
+
+def beyond_noise(found: Gain, noise: float, mine: int, base: int) -> Gain:
+    """``found`` with an interval that holds what chance makes of the ratio of so many runs of ``mine`` to so many of ``base``:
+    of one setting they differ by a coefficient of variation of ``noise``."""
+    apart = 1 + _TWO_SIDED * noise * math.sqrt(1 / mine + 1 / base)
+    low, high = min(found.low, _round(found.ratio / apart)), max(found.high, _round(found.ratio * apart))
+    return found.model_copy(update={"low": low, "high": high})
+
+
+def known_gain(profile: Profile) -> Gain | None:
+    """The profile's ``gain``, no more certain than its ``noise`` allows: versions before ``block_s`` did not count that in."""
+    found, base = profile.gain, profile.baseline
+    if found is None or base is None or profile.confidence is None or profile.objective != "goodput":
+        return found
+    setting = profile.settings.get(RECOMMENDED, next(iter(profile.settings.values())))
+    mine, theirs = setting.point.seeds, base.seeds
+    common = {*mine} & {*theirs}
+    runs = [sum(not common or seed in common for seed in seeds) for seeds in (mine, theirs)]
+    return beyond_noise(found, profile.confidence.noise, runs[0], runs[1]) if all(runs) else found
+
+
+def clearly_better(mine: Sequence[Run], base: Sequence[Run], noise: float) -> bool:
+    """Whether ``mine`` measured more goodput than ``base`` under the same requests, beyond chance: :attr:`Gain.clear`."""
+    found = gain(mine, base, noise)
     if found is None:
         return point(mine).attainment_low > point(base).attainment_high
-    if not found.paired or found.low <= 1:
-        return False
-    return found.ratio - 1 > _TWO_SIDED * noise * math.sqrt(1 / len(mine) + 1 / len(base))
+    return found.clear
 
 
-def _met_by_second(runs: Sequence[Run]) -> tuple[float, np.ndarray[tuple[int], np.dtype[np.float64]], float]:
-    """Seconds, requests met in each second (means over runs of one seed), and requests offered, in the order of the seeds."""
+def share_interval(low: float, high: float) -> str:
+    """An interval of a share in percent, without the sign: ``97–98``, and ``99.6–100`` where a digit more can matter."""
+    digits = 1 if low > 0.99 else 0
+    return "–".join(f"{100 * end:.{digits}f}".removesuffix(".0") for end in (low, high))
+
+
+def _by_block(runs: Sequence[Run]) -> tuple[float, Floats]:
+    """Seconds, and requests offered and met in each block (means over runs of one seed), in the order of the seeds."""
     seeds: dict[int, list[Score]] = {}
     for run in sorted(runs, key=lambda run: run.score.seed):
         seeds.setdefault(run.score.seed, []).append(run.score)
-    seconds = [pair for same in seeds.values() for pair in _mean_blocks(same)]
-    window = sum(_mean(same, lambda s: s.window_s) for same in seeds.values())
-    return window, np.array([met for _, met in seconds]), sum(offered for offered, _ in seconds)
+    return sum(_mean(same, lambda s: s.window_s) for same in seeds.values()), _in_blocks(list(seeds.values()))
+
+
+def _standard_error(values: Floats) -> float:
+    """Of their mean; 0 of a single one."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _student(count: int) -> float:
+    """Standard errors to either side of a mean of ``count`` values that hold 95%."""
+    return float(stdtrit(count - 1, 0.975))
 
 
 def mean_spread(runs: tuple[float, ...]) -> Spread:

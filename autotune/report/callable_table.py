@@ -9,6 +9,7 @@ from rich.text import Text
 
 from autotune.profile.callable import BatcherSetting, CallablePoint, CallableProfile, items_per_s
 from autotune.profiling.batcher_space import ONE_AT_A_TIME, OPEN, adaptive_alone
+from autotune.profiling.points import share_interval
 from autotune.report.tables import Detail, empty_table, fullest
 from autotune.report.wording import lateness
 
@@ -114,7 +115,7 @@ def _knobs(profile: CallableProfile, point: CallablePoint) -> list[str]:
 
 
 def _figures(p: CallablePoint, wide: bool) -> list[str]:
-    interval = f" ({p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f})" if wide else ""
+    interval = f" ({share_interval(p.attainment_low, p.attainment_high)})" if wide else ""
     rates = [f"{p.goodput:.4g}", f"{p.items_per_call:.1f}"] if wide else []
     return [f"{p.attainment * 100:.1f}%{interval}", *rates, _ms(p.e2e_p50_ms), _ms(p.e2e_p99_ms)]
 

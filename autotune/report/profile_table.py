@@ -12,7 +12,8 @@ from autotune.engines.defaults import VLLM_LABEL
 from autotune.engines.named import knob_name
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Setting
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import pareto
+from autotune.profiling.points import known_gain, pareto, share_interval
+from autotune.report.standing import ahead, compared_by
 from autotune.report.tables import Detail, class_table, fullest, latency, setting_cells, setting_table
 from autotune.report.wording import compared, lateness, sentence, times
 from autotune.workload import parse_workload
@@ -67,7 +68,7 @@ def _drawn(profile: Profile, detail: Detail) -> Table:
         drawn.add_column("", no_wrap=True)
     for label, point, mark in rows(profile):
         style = "bold green" if mark else "dim" if label in (OTHERS, VLLM_LABEL) else ""
-        interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if full else ""
+        interval = f" ({share_interval(point.attainment_low, point.attainment_high)})" if full else ""
         spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if detail < Detail.BARE else ""
         figures = [
             *((latency(point.e2e_mean_ms),) if by_mean else ()),
@@ -171,6 +172,9 @@ def conclusion(profile: Profile) -> str:
             best = f"the one other setting measured was not {better}"
         else:
             best = f"none of the {count} others measured was {better}"
+        most = max((p for p in others if ahead(p, base)), key=Objective.of(profile).value, default=None)
+        if most is not None:
+            return _measured_ahead(profile, most, base)
         return f"No setting beats vLLM's defaults here: {best}."
     turned = [
         f"{knob_name(profile.engine.name, spec.name)}={getattr(setting.knobs, spec.name):g}"
@@ -179,15 +183,16 @@ def conclusion(profile: Profile) -> str:
     ]
     if simulated:
         return f"By simulation alone: set {', '.join(turned)}. Nothing has been measured."
-    advice, gain = f"Set {', '.join(turned)}", profile.gain
+    advice, gain = f"Set {', '.join(turned)}", known_gain(profile)
     once = f"; one run of {profile.workload.window_s:.3g} s" if len(setting.point.seeds) == 1 else ""
     if base is None or base.stage != setting.point.stage or base.rate != setting.point.rate:
         return f"{advice}. vLLM's defaults were not measured beside it."
     if gain is None:  # of a version that did not compare by the second
         here, there = setting.point, base
         return (
-            f"{advice}: {here.attainment:.0%} of requests within the SLO ({here.attainment_low:.0%}–{here.attainment_high:.0%}), "
-            f"with vLLM's defaults {there.attainment:.0%} ({there.attainment_low:.0%}–{there.attainment_high:.0%})."
+            f"{advice}: {here.attainment:.0%} of requests within the SLO "
+            f"({share_interval(here.attainment_low, here.attainment_high)}%), with vLLM's defaults {there.attainment:.0%} "
+            f"({share_interval(there.attainment_low, there.attainment_high)}%)."
         )
     if gain.ratio >= 2:
         interval = f"{times(gain.low)}–{times(gain.high)}"
@@ -203,12 +208,32 @@ def conclusion(profile: Profile) -> str:
             f"req/s; {few}best by measurement and simulation, {', '.join(turned)}."
         )
     more = compared(gain.ratio, "requests within the SLO", "with vLLM's defaults")
-    more += f" (95% interval {interval}{once})"
-    if gain.low > 1:
+    narrow = "" if gain.block_s is not None else ", by single seconds, which is too narrow"
+    more += f" (95% interval {interval}{narrow}{once})"
+    if gain.clear:
         return f"{advice}: {more}."
     both = objective.confirmed(setting.point) and objective.confirmed(base)
     met = "; both meet the SLO at this rate" if both else ""
     return f"No clear gain over vLLM's defaults here. Best by measurement and simulation, {', '.join(turned)}: {more}{met}."
+
+
+def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:
+    """Of ``point``, whose interval lies above that of vLLM's defaults, though they were chosen: block by block it does not."""
+    mine, other, shares = compared_by(point, base)
+    turned = ", ".join(
+        f"{knob_name(profile.engine.name, spec.name)}={getattr(point.knobs, spec.name):g}"
+        for spec in KNOBS
+        if getattr(point.knobs, spec.name) != getattr(base.knobs, spec.name)
+    )
+    did = (
+        f"{mine.mean:.0%} of the same requests within the SLO against {other.mean:.0%}"
+        if shares
+        else f"{mine.mean:.3g} req/s within the SLO against {other.mean:.3g}"
+    )
+    return (
+        f"No setting beats vLLM's defaults beyond chance here. {turned} measured {did}: in so short a window, a burst or two "
+        "can make that difference."
+    )
 
 
 def _by_mean_e2e(profile: Profile, setting: Setting) -> str:

@@ -21,21 +21,30 @@ _LABEL = 14  # columns of a label that is broken into lines
 
 
 def simulated_table(
-    points: Sequence[Point], slo: SLO, price: float | None, width: int = 120, classes: Sequence[RequestClass] = ()
-) -> Table:
-    """One row a setting: what it did at the requested rate. Those that met the SLO's share are bright.
+    points: Sequence[Point], slo: SLO, price: float | None, width: int = 120, classes: Sequence[RequestClass] = (),
+    *, repeated: bool = False,
+) -> Table:  # fmt: skip
+    """One row a setting: what it did at the requested rate. Those that met the SLO's share are bright. ``repeated``: some of
+    the requests are the same under every seed, which then give no interval.
 
     For ``width`` columns: a narrow one loses medians and preemptions, then intervals, then latencies with no target.
     """
-    return fullest(lambda detail: _simulated(points, slo, price, detail, classes), width)
+    return fullest(lambda detail: _simulated(points, slo, price, detail, classes, repeated), width)
 
 
 def _simulated(
-    points: Sequence[Point], slo: SLO, price: float | None, detail: Detail, classes: Sequence[RequestClass]
+    points: Sequence[Point],
+    slo: SLO,
+    price: float | None,
+    detail: Detail,
+    classes: Sequence[RequestClass],
+    repeated: bool,
 ) -> Table:
     full, barest = detail <= Detail.ALL_CLOSE, detail == Detail.BAREST
     shown: dict[str, Callable[[Point], str]] = {
-        "met" if detail >= Detail.SHORT else "attainment": lambda p: f"{p.attainment:.1%}{_between(p, detail)}",
+        "met" if detail >= Detail.SHORT else "attainment": lambda p: (
+            f"{p.attainment:.1%}{_between(p, detail, repeated)}"
+        ),
         "goodput\n/s" if barest else "goodput/s": lambda p: f"{p.goodput.mean:.2f}",
     }
     if not barest or price is None:
@@ -132,9 +141,11 @@ def offered_sentence(rate: float, points: Sequence[Point], *, repeated: float) -
     if repeated:
         those = "the same" if repeated == 1 else "those of the trace the same"
         under = f", {those} under every seed" + (" and so counted once" if repeated < 1 else "")
+    several = seeds > 1 and not repeated
+    over = f" ( ) is a 95% interval over {seeds} seeds." if several else ""
     return (
         f"Requests arrive at {rate:.3g} req/s in the long run, at {came:.3g} req/s in these simulations: {count} "
-        f"requests{under}. ( ) is a 95% interval over requests."
+        f"requests{under}.{over}"
     )
 
 
@@ -192,8 +203,11 @@ def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: 
     drawn.add_row(*(Text(cell, style=style) for cell in cells))
 
 
-def _between(point: Point, detail: Detail) -> str:
-    return f" ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})" if detail < Detail.BARE else ""
+def _between(point: Point, detail: Detail, repeated: bool) -> str:
+    """The interval over seeds; "" where there is one, or the requests are ``repeated`` under each: nothing is known of others."""
+    if repeated or len(set(point.seeds)) < 2 or detail >= Detail.BARE:
+        return ""
+    return f" ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})"
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

@@ -10,6 +10,7 @@ from statistics import fmean
 from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import Point, Spread
 from autotune.profiling.objective import Objective
+from autotune.profiling.points import known_gain
 from autotune.report import wording
 from autotune.report.evidence import Evidence
 from autotune.report.wording import ms, percent, plus_minus, reached
@@ -48,14 +49,13 @@ def standing(evidence: Evidence) -> Standing:
         return Standing(1.0, False, f"{rate}, with {same}", f"with {same}", f"these are {same}")
     if objective.measure.lowest:
         return _by_mean(objective, rate, point, baseline)
-    shares = _of_same_requests(point, baseline)
-    mine, base = shares or (point.goodput, baseline.goodput)
-    gain = evidence.profile.gain  # by the second, of requests that both met: None of versions that did not compare so
+    mine, base, shares = compared_by(point, baseline)
+    gain = known_gain(evidence.profile)  # of requests that both met: None of versions that did not compare so
     if gain is None or not base.mean:
         clear, apart = mine.low > base.high, mine.low > base.high or base.low > mine.high
         ratio = mine.mean / base.mean if base.mean > 0 else None
     else:
-        clear, apart, ratio = gain.low > 1, gain.low > 1 or gain.high < 1, gain.ratio
+        clear, apart, ratio = gain.clear, gain.certain and (gain.low > 1 or gain.high < 1), gain.ratio
     alike = ratio is not None and abs(ratio - 1) < 0.005
     here = f"on this same engine ({plus_minus(baseline)})"
     if ratio is None and mine.mean == 0:
@@ -73,10 +73,27 @@ def standing(evidence: Evidence) -> Standing:
         sentence = f"{compared} {here}"
     if not apart and not alike and (base.mean or mine.mean):
         compared = f"no clear difference to {_BASELINE}"
-        sentence += ", a difference within the 95% intervals"
+        old = gain is not None and gain.block_s is None and base.mean and not gain.low <= 1 <= gain.high
+        sentence += (
+            ", a difference that an interval over single seconds does not make certain"
+            if old
+            else ", a difference within the 95% intervals"
+        )
     elif shares and not alike and base.mean:
         sentence += f", with {percent(mine.mean)} attainment on the same requests against {percent(base.mean)}"
     return Standing(ratio, clear, f"{rate}, {compared}", compared, sentence)
+
+
+def ahead(point: Point, baseline: Point) -> bool:
+    """Whether the interval of ``point`` lies above that of ``baseline``, by the rule for profiles without ``gain``."""
+    mine, base, _ = compared_by(point, baseline)
+    return mine.low > base.high
+
+
+def compared_by(point: Point, baseline: Point) -> tuple[Spread, Spread, bool]:
+    """The attainments of both where they met the same requests (then true), else their goodputs."""
+    shares = _of_same_requests(point, baseline)
+    return (*shares, True) if shares else (point.goodput, baseline.goodput, False)
 
 
 def _by_mean(objective: Objective, rate: str, point: Point, baseline: Point) -> Standing:

@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 class Ratio(NamedTuple):
-    """``value``, and the logarithms of the draws. No draws: nothing could be compared."""
+    """``value``, and the logarithms of the draws. No draws: nothing could be compared, or of one alone nothing drawn."""
 
     value: float
     draws: Floats
@@ -32,7 +32,7 @@ class Ratio(NamedTuple):
     def estimate(self) -> Estimate:
         known = self.draws[~np.isnan(self.draws)]
         if not len(known):
-            return Estimate(math.nan, math.nan, math.nan)
+            return Estimate(self.value, math.nan, math.nan)
         low, high = np.percentile(known, [2.5, 97.5], method="nearest")
         return Estimate(self.value, float(np.exp(low)), float(np.exp(high)))
 
@@ -45,14 +45,21 @@ def ratio(results: Sequence[Result], one: Contender, other: Contender, duration:
         return Ratio(math.nan, np.empty(0))
     blocks = max(1, round(duration / BLOCK_S))
     tables = [np.array([_by_block(found[r], duration, blocks) for r in both]) for found in (mine, theirs)]
+    if len(both) * blocks < 2:  # every draw is the same
+        return Ratio(_value(tables), np.empty(0))
     rng = np.random.default_rng(seed)
     rounds = rng.integers(0, len(both), size=(DRAWS, len(both), 1))
     picked = rng.integers(0, blocks, size=(DRAWS, len(both), blocks))
     above, below = (table[rounds, picked].sum(axis=(1, 2)) for table in tables)
     with np.errstate(divide="ignore", invalid="ignore"):  # nothing within the SLO on a side: infinite, or unknown
         draws = np.log(above) - np.log(below)
-        value = tables[0].sum() / tables[1].sum()
-    return Ratio(float(value), draws)
+    return Ratio(_value(tables), draws)
+
+
+def _value(tables: Sequence[Floats]) -> float:
+    """The first sum over the second; infinite, or NaN, where that is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(tables[0].sum() / tables[1].sum())
 
 
 def ratio_of_sums(above: Sequence[float], below: Sequence[float], seed: int) -> Estimate:
@@ -72,13 +79,13 @@ def ratio_of_sums(above: Sequence[float], below: Sequence[float], seed: int) -> 
 
 
 def geometric_mean(ratios: Sequence[Ratio]) -> Estimate:
-    """Of those that are known; NaN of none."""
-    known = [r for r in ratios if len(r.draws) and not math.isnan(r.value)]
+    """Of those that are known; NaN of none. No interval where one of them has none."""
+    known = [r for r in ratios if not math.isnan(r.value)]
     if not known:
         return Estimate(math.nan, math.nan, math.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(np.exp(np.mean([np.log(r.value) for r in known])))
-        draws = np.mean([r.draws for r in known], axis=0)
+        draws = np.mean([r.draws for r in known], axis=0) if all(len(r.draws) for r in known) else np.empty(0)
     return Ratio(value, draws).estimate()
 
 
@@ -89,9 +96,11 @@ def _by_block(result: Result, duration: float, blocks: int) -> Floats:
 
 
 def words(estimate: Estimate) -> str:
-    """``1.07 [0.96–1.29]``."""
+    """``1.07 [0.96–1.29]``; ``1.07`` without an interval."""
     if math.isnan(estimate.value):
         return "–"
+    if math.isnan(estimate.low):
+        return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.2f}–{estimate.high:.2f}]"
 
 

@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
     @property
     def ratio(self) -> Estimate:
-        """Our good requests ÷ stock's, with a 95% interval over rounds; infinite where only stock has none."""
+        """Our good requests ÷ stock's, with a 95% interval over rounds, of several; infinite where only stock has none."""
         mine, theirs = (np.array([run.good for run in runs], float) for runs in (self.ours, self.stock))
         if not len(mine):
             return Estimate(math.nan, math.nan, math.nan)
@@ -82,7 +82,7 @@ class Found(NamedTuple):
         with np.errstate(divide="ignore", invalid="ignore"):  # nothing within the SLO on a side: infinite, or unknown
             draws = np.log(mine[picked].sum(axis=1)) - np.log(theirs[picked].sum(axis=1))
             value = mine.sum() / theirs.sum()
-        return Ratio(float(value), draws).estimate()
+        return Ratio(float(value), draws if len(mine) > 1 else np.empty(0)).estimate()
 
 
 class Server:

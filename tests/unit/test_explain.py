@@ -275,6 +275,18 @@ def test_every_request_that_did_not_meet_its_slo_is_in_one_place() -> None:
     )
 
 
+def test_what_each_run_lost_counts_by_the_weight_it_had_there() -> None:
+    slo = SLO(ttft_ms=200)
+    cheap, dear = (tally([*map(ended, range(met)), *(ended(n, ttft=0.5) for n in range(met, 10))], slo, weight)
+                   for met, weight in ((0, 1.0), (8, 5.0)))  # fmt: skip
+    assert (cheap + dear).lost == (dear + cheap).lost == (cheap + dear + ClassTally(weight=5.0)).lost == 20.0
+    assert (dear + dear).lost == 20.0 and (dear + dear).weight == 5.0
+    assert (
+        list(losses({"chat": cheap + dear}))[1]
+        == "chat      20 lost at the weights of the runs; late 12 (missed ttft 12)"
+    )
+
+
 def test_lines_say_what_was_lost_that_which_weighs_the_most_first() -> None:
     slo = SLO(ttft_ms=200)
     chat = tally([*map(ended, range(9)), ended(9, **REJECTED)], slo)

@@ -245,6 +245,37 @@ def test_a_chunk_may_cut_prompts_of_a_longer_model() -> None:
     assert export.written["long-prefill-token-threshold"] == 4096
 
 
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 2048, "seq_length": 4096}, 2048),
+        ({"max_position_embeddings": 1024, "model_max_length": 8192}, 8192),
+        ({"max_position_embeddings": 1, "text_config": {"max_position_embeddings": 4097}}, 4097),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "mrope"}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"full": {"rope_type": "linear", "factor": 8.0}}}, None),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, None),
+        ({"max_position_embeddings": 4096, "rope_scaling": "linear"}, None),
+        ({"max_position_embeddings": "long"}, None),
+        ({}, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_a_threshold_is_not_above_the_context_of_another_model(
+    config: object, longest: int | None, tmp_path: Path
+) -> None:
+    """vLLM would not start. Where the length is not known the file says so."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    export = made(Knobs(max_batch_size=8, token_budget=8192, chunk_size=4096), model_given=str(tmp_path))
+    assert ("long-prefill-token-threshold" in export.written) is (longest is None or longest > 4096)
+    said = note(export, "chunk_size")
+    assert ("does not start if the threshold is longer than the model's context" in said) is (longest is None)
+    assert (f"no prompt is longer than {longest} tokens" in said) is (longest is not None and longest <= 4096)
+
+
 def test_it_says_on_whose_engine_the_figures_were_measured() -> None:
     for engine, said in (
         ({}, "this project's own engine (autotune-runtime 0.1.0)"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autotune.profile import Profile
-from autotune.profiling.points import Run, gain
+from autotune.profile import Confidence, Profile
+from autotune.profiling.points import Run, clearly_better, gain, known_gain
 from autotune.report.profile_table import conclusion, rows
 from tests.unit.profiles import LARGE, SMALL, VLLM, findings, profile, run
 
@@ -47,6 +47,60 @@ def test_runs_of_the_same_requests_count_once() -> None:
     once = gain([of_seconds(scattered(7, 3))], [of_seconds(scattered(5, 4))])
     twice = gain([of_seconds(scattered(7, 3))] * 2, [of_seconds(scattered(5, 4))])
     assert once == twice
+
+
+def bursty(rng: random.Random) -> tuple[Run, Run]:
+    """Two runs of one setting under the same requests: in each stretch of two or three seconds either is ahead by luck."""
+    mine: list[int] = []
+    base: list[int] = []
+    while len(mine) < 40:
+        seconds, ahead = rng.randint(2, 3), rng.choice((-2, 0, 2))
+        mine += [7 + ahead] * seconds
+        base += [7] * seconds
+    return of_seconds(mine[:40]), of_seconds(base[:40])
+
+
+def test_a_difference_by_luck_is_seldom_called_certain() -> None:
+    """Not more often than in the 5% that an interval of 95% allows, by and large."""
+    rng = random.Random(5)
+    found = [made for _ in range(300) if (made := gain([(pair := bursty(rng))[0]], [pair[1]])) is not None]
+    assert sum(made.low > 1 or made.high < 1 for made in found) < 0.09 * len(found)
+
+
+def test_no_gain_is_clear_that_is_within_the_noise_of_the_runs_compared() -> None:
+    mine, base = of_seconds([9] * 20), of_seconds([8] * 20, knobs=VLLM)
+    quiet, noisy = gain([mine], [base], 0.01), gain([mine], [base], 0.1)
+    assert quiet is not None and noisy is not None
+    assert quiet.clear and clearly_better([mine], [base], 0.01)
+    assert not noisy.clear and not clearly_better([mine], [base], 0.1) and noisy.low < 1 < noisy.ratio < noisy.high
+    others = [of_seconds([9] * 20, seed) for seed in range(1, 9)]
+    assert gain([mine, *others], [base], 0.1) == noisy, "runs that meet other requests make it no more certain"
+    more = gain([mine, *others], [base, *(of_seconds([8] * 20, seed, knobs=VLLM) for seed in range(1, 9))], 0.05)
+    assert more is not None and more.clear
+
+
+def test_the_terminal_calls_no_gain_clear_that_is_within_the_noise() -> None:
+    """Nor one whose interval an earlier version took over single seconds."""
+    made = profile(findings(of_seconds([9] * 20), of_seconds([8] * 20, knobs=VLLM), noise=0.1))
+    assert conclusion(made).startswith("No clear gain over vLLM's defaults here.")
+    sure = profile(findings(of_seconds([9] * 20), of_seconds([8] * 20, knobs=VLLM)))
+    assert conclusion(sure).startswith("Set ") and sure.gain is not None
+    believed = Confidence(noise=0.1, best=0.9, regret=0.0, sentence="sure")
+    later = sure.model_copy(update={"confidence": believed})
+    assert known_gain(later) == made.gain and conclusion(later).startswith("No clear gain")
+    older = sure.model_copy(update={"gain": sure.gain.model_copy(update={"block_s": None})})
+    text = conclusion(older)
+    assert text.startswith("No clear gain") and "%, by single seconds, which is too narrow; one run of 4 s)" in text
+
+
+def test_what_measured_more_than_the_defaults_that_are_recommended_is_said() -> None:
+    best, other = of_seconds([7] * 40, knobs=VLLM), of_seconds([6] * 40, knobs=LARGE)
+    burst = of_seconds([9] * 40)
+    made = profile(findings(best, burst, other, expected={VLLM: 0.9, SMALL: 0.8, LARGE: 0.7}, noise=0.5))
+    assert conclusion(made) == (
+        "No setting beats vLLM's defaults beyond chance here. max_batch_size=16, token_budget=128, chunk_size=128 measured 90% "
+        "of the same requests within the SLO against 70%: in so short a window, a burst or two can make that difference."
+    )
 
 
 def test_nothing_met_on_either_side_is_no_ratio() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from autotune.bench import Contender, Outcome, Result, Turn, fixed
-from benchmarks.live.ratios import geometric_mean, ratio, ratio_of_sums
+from benchmarks.live.ratios import geometric_mean, ratio, ratio_of_sums, words
 from runtime.knobs import Knobs
 from tests.unit.profiles import score
 
@@ -52,6 +52,17 @@ def test_means_over_cases_are_geometric_and_unknown_ones_are_left_out() -> None:
     unknown = ratio([], ONE, TWO, SECONDS, 2)
     assert geometric_mean([up, unknown]).value == pytest.approx(2)
     assert math.isnan(geometric_mean([unknown]).value)
+
+
+def test_of_a_single_block_there_is_no_interval() -> None:
+    half = [i % 2 == 0 for i in range(40)]
+    short = ratio([result(ONE, 0, [True] * 40), result(TWO, 0, half)], ONE, TWO, 5.0, 0)
+    estimate = short.estimate()
+    assert estimate.value > 1 and math.isnan(estimate.low) and math.isnan(estimate.high)
+    assert words(estimate) == f"{estimate.value:.3f}"
+    longer = ratio([result(ONE, 0, [True] * 40), result(TWO, 0, half)], ONE, TWO, SECONDS, 0)
+    assert math.isnan(geometric_mean([short, longer]).low) and geometric_mean([short, longer]).value > 1
+    assert "[" in words(longer.estimate())
 
 
 def test_a_side_with_nothing_in_time_is_no_crash() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from autotune.measure.score import Latency
@@ -11,11 +12,11 @@ from autotune.profile import Capacity, Point
 from autotune.profile.callable import BatcherSetting
 from autotune.profiling.assemble import judge, sidecar, simulation_facts
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import Run, goodput_spread, pareto, point, points
+from autotune.profiling.points import Run, goodput_spread, pareto, point, points, share_interval
 from autotune.profiling.space import alike, make_space
 from autotune.profiling.stages.candidates import shortlist
 from runtime.knobs import KnobLimits, Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, wilson_interval
 from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run, setup
 
 OBJECTIVE = Objective(TARGETS)
@@ -71,12 +72,53 @@ def test_the_same_requests_met_twice_count_once() -> None:
 
 
 def test_the_goodput_interval_follows_the_bursts_not_the_requests() -> None:
-    steady = goodput_spread([(4.0, [(10, 10), (10, 10), (10, 10), (10, 10)])], (10.0,))
-    bursty = goodput_spread([(4.0, [(20, 20), (0, 0), (20, 20), (0, 0)])], (10.0,))
+    bursts = np.array([(20.0, 20.0), (0.0, 0.0)] * 2)
+    steady = goodput_spread(np.array([(10.0, 10.0)] * 4), 4.0, (10.0,))
+    bursty = goodput_spread(bursts, 4.0, (10.0,))
     assert steady.mean == bursty.mean == steady.low == steady.high == 10.0
     assert bursty.low < 6 and bursty.high > 14
-    longer = goodput_spread([(4.0, [(20, 20), (0, 0), (20, 20), (0, 0)])] * 8, (10.0,) * 8)
+    longer = goodput_spread(np.tile(bursts, (8, 1)), 32.0, (10.0,) * 8)
     assert longer.high - longer.low < (bursty.high - bursty.low) / 2
+    alone = goodput_spread(bursts[:1], 1.0, (20.0,))
+    assert (alone.low, alone.mean, alone.high) == (20.0, 20.0, 20.0)
+
+
+def burst(stage: str = "validation", **changes: Any) -> Point:
+    """Of 20 seconds with ten requests each, the first five of which met nothing."""
+    seconds = [(10, 0)] * 5 + [(10, 10)] * 15
+    options: dict[str, Any] = {"blocks": seconds, "offered": 200, "window_s": 20.0}
+    return point([run(SMALL, 150, cast(Any, stage), **options | changes)])
+
+
+def test_the_interval_of_an_attainment_follows_the_bursts_not_the_requests() -> None:
+    low, high = wilson_interval(150, 200)
+    made = burst()
+    assert made.attainment_high - made.attainment_low > 3 * (high - low) and made.attainment_low > 0
+    scattered = burst(blocks=[(10, 7), (10, 8)] * 10)
+    assert (scattered.attainment_low, scattered.attainment_high) == pytest.approx((low, high), abs=1e-4), "no narrower"
+    clean = point([run(SMALL, 200, offered=200, blocks=[(10, 10)] * 20, window_s=20.0)])
+    assert clean.attainment_low == pytest.approx(wilson_interval(200, 200)[0], abs=1e-4)
+
+
+def test_simulated_seeds_are_what_varies() -> None:
+    """Three of a thousand requests each, that met 60, 80 and 99% of them."""
+    seeds = [
+        run(SMALL, met, "simulation", offered=1000, blocks=[(10, met / 100)] * 100, window_s=100.0, seed=seed)
+        for seed, met in enumerate((600, 800, 990))
+    ]
+    made = point(seeds)
+    assert made.attainment_low < 0.4 and made.attainment_high > 0.93
+    other = point([r.model_copy(update={"stage": "validation"}) for r in seeds])
+    assert made.attainment_high - made.attainment_low > other.attainment_high - other.attainment_low
+    again = point([r.model_copy(update={"score": r.score.model_copy(update={"seed": 0})}) for r in seeds])
+    assert again.attainment_high - again.attainment_low < 0.1, "of one seed its blocks: they are alike"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"), [(0.97, 0.982, "97–98"), (0.9961, 1.0, "99.6–100"), (0.991, 0.997, "99.1–99.7")]
+)
+def test_an_interval_of_a_share_has_a_digit_more_where_it_matters(low: float, high: float, said: str) -> None:
+    assert share_interval(low, high) == said
 
 
 def test_the_three_purposes() -> None:

@@ -64,6 +64,21 @@ def test_it_says_what_the_records_say(files: tuple[Path, Path]) -> None:
     assert sum(len(some) for _, some in binned(run)) == len(run.records)
 
 
+def test_the_last_request_is_no_stretch_of_its_own(files: tuple[Path, Path]) -> None:
+    run = read_run(*files)
+    record = run.records[0]
+
+    def lasting(seconds: int) -> list[tuple[float, list[RequestRecord]]]:
+        """Ten requests a second."""
+        times = [seconds * i / (10 * seconds) for i in range(10 * seconds + 1)]
+        return list(binned(replace(run, records=tuple(record._replace(arrival=run.start + at) for at in times))))
+
+    for seconds in (120, 610):
+        stretches = lasting(seconds)
+        assert len(stretches) == 60 and len(stretches[-1][1]) > 5 and stretches[-1][0] < seconds
+    assert len(lasting(30)) == 31, "of a second each"
+
+
 def test_it_says_who_was_relegated(files: tuple[Path, Path], tmp_path: Path) -> None:
     log, records = files
     changed = tmp_path / "relegated.jsonl"

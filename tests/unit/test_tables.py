@@ -15,7 +15,7 @@ from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
 from autotune.profile.parts import ClassPoint
 from autotune.report import profile_table as profiled_tables
-from autotune.report.simulation_tables import capacity_table, simulated_table
+from autotune.report.simulation_tables import capacity_table, offered_sentence, simulated_table
 from autotune.report.tables import Detail, class_table, columns, empty_table, fullest, latency, turned
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
 from runtime.knobs import KNOBS, KnobLimits, Knobs
@@ -81,7 +81,7 @@ def test_what_a_profile_found_is_never_cut(width: int, price: float | None) -> N
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_was_simulated_is_never_cut(width: int, price: float | None) -> None:
     found = [
-        p.model_copy(update={"label": label})
+        p.model_copy(update={"label": label, "seeds": (1, 2)})
         for p in sluggish().points
         for label in ("interactive, balanced", "requested")
     ]
@@ -106,6 +106,19 @@ def test_capacities_are_never_cut(width: int, price: float | None) -> None:
     assert "0.122 (0.0647–0.18)" in text or width < (100 if price else 90)
     assert ("at capacity" in text) == (price is not None)
     assert "running" in text or width < (130 if price else 110)
+
+
+def test_what_one_seed_tells_has_no_interval() -> None:
+    """Nor have seeds that bring the same requests."""
+    one = sluggish().points[0]
+    two = one.model_copy(update={"seeds": (1, 2)})
+    assert "100.0% (91.2–100.0)" in shown(simulated_table([two], TARGET, None, 160), 160)
+    assert "(91.2" not in shown(simulated_table([one], TARGET, None, 160), 160)
+    assert "(91.2" not in shown(simulated_table([two], TARGET, None, 160, repeated=True), 160)
+    assert offered_sentence(10.0, [two], repeated=0).endswith(
+        "40 requests under 2 seeds. ( ) is a 95% interval over 2 seeds."
+    )
+    assert offered_sentence(10.0, [one], repeated=0).endswith("40 requests under 1 seed.")
 
 
 def test_what_has_no_target_goes_last() -> None:

@@ -277,6 +277,8 @@ def test_rounds_in_which_stock_has_nothing_in_time_are_infinitely_better_and_not
     assert (value, low, high) == (pytest.approx(2.7), pytest.approx(1.5), math.inf), "a quarter of the draws"
     assert found((0, 0), (60, 75)).ratio == (math.inf, math.inf, math.inf)
     assert math.isnan(found((0, 0), (0, 0)).ratio.value)
+    alone = found((50,), (60,)).ratio
+    assert alone.value == pytest.approx(1.2) and math.isnan(alone.low) and math.isnan(alone.high), "of one round"
 
 
 class Bench:

@@ -120,7 +120,12 @@ def binned(run: Run) -> Iterator[tuple[float, list[RequestRecord]]]:
     width = max(_SHORTEST_S, max(arrivals, default=0.0) / _BINS)
     bins: dict[int, list[RequestRecord]] = {}
     for at, record in zip(arrivals, run.records, strict=True):
-        bins.setdefault(int(at / width), []).append(record)
+        index = int(at / width)
+        if (
+            width > _SHORTEST_S
+        ):  # the last one came at the very end of the last stretch, which is not the begin of another
+            index = min(index, _BINS - 1)
+        bins.setdefault(index, []).append(record)
     for index in sorted(bins):
         yield (index + 0.5) * width, bins[index]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune.profile import Gain, Point, Profile, Setting, Spread
+from autotune.profile import Confidence, Gain, Point, Profile, Setting, Spread
 from autotune.report import Evidence
 from autotune.report.standing import Standing, standing
 from autotune.report.wording import compared
@@ -71,10 +71,28 @@ def test_shares_of_the_same_requests_that_overlap_are_no_difference() -> None:
 def test_what_is_clear_is_what_the_terminal_says() -> None:
     """By the profile's gain, which compares second by second, though shares overlap, or do not."""
     close, far = (measured(SETTINGS["balanced"], met, 589, (29,), (met / 17.73,)) for met in (549, 589))
-    found = against(close, BASE, Gain(ratio=1.024, low=1.01, high=1.04, requests=589, paired=True))
+    found = against(close, BASE, Gain(ratio=1.024, low=1.01, high=1.04, requests=589, paired=True, block_s=4.0))
     assert found.clear and found.ratio == 1.024 and found.beside == "2% more than with the vLLM defaults"
-    found = against(far, BASE, Gain(ratio=1.1, low=0.99, high=1.2, requests=589, paired=True))
+    found = against(far, BASE, Gain(ratio=1.1, low=0.99, high=1.2, requests=589, paired=True, block_s=4.0))
     assert not found.clear and found.beside == "no clear difference to the vLLM defaults"
+    found = against(far, BASE, Gain(ratio=1.1, low=1.05, high=1.2, requests=589, paired=True))
+    assert not found.clear and found.beside == "no clear difference to the vLLM defaults", "of an earlier version"
+    assert found.sentence.endswith("a difference that an interval over single seconds does not make certain")
+
+
+def test_a_gain_within_the_noise_of_the_profile_is_not_clear() -> None:
+    point = measured(SETTINGS["balanced"], 589, 589, (29,), (33.2205,))
+    profile = sample_profile({"balanced": SETTINGS["balanced"]}).model_copy(
+        update={
+            "settings": {"balanced": Setting(knobs=point.knobs, why="best", point=point)},
+            "baseline": BASE,
+            "gain": Gain(ratio=1.1, low=1.05, high=1.15, requests=589, paired=True, block_s=4.0),
+        }
+    )
+    for noise, clear in ((0.03, True), (0.04, False)):
+        sure = Confidence(noise=noise, best=0.9, regret=0.0, sentence="")
+        found = standing(Evidence(profile.model_copy(update={"confidence": sure}), "p.yaml"))
+        assert found.clear is clear, "of one run each: 1.96 · √2 · noise"
 
 
 @pytest.mark.parametrize(
