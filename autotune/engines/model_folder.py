@@ -41,3 +41,8 @@ def _scales(rope: Any) -> bool:
         return True
     kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
     return any({"factor", "long_factor"} & one.keys() and one.get("rope_type") != "llama3" for one in kinds)
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names are of the same model: equal, or of the same directory."""
+    return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))

@@ -356,7 +356,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, 
     none; then the tokenizer's. (transformers fills a config that names none with the default of its class.)"""
     found: dict[int, None] = {}
     generation = model.generation_config
-    named = getattr(generation, "eos_token_id", None) is not None
+    named = getattr(generation, "eos_token_id", None) not in (None, [], ())
     configs = (generation,) if named else (model.config, model.config.get_text_config())
     for source in (*configs, tokenizer):
         value = getattr(source, "eos_token_id", None)

@@ -104,6 +104,7 @@ for call, said in ((looks, "called a synchronizing"), (looks_at_last, "captur"))
     else:
         raise SystemExit("it was recorded")
     assert torch.cuda.get_sync_debug_mode() == 0
+    torch.rand(8, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 before = x.clone()

@@ -148,13 +148,17 @@ def test_only_the_last_call_before_a_recording_may_not_wait(monkeypatch: pytest.
     cuda = installed(CUDA(), monkeypatch)
     cuda.mode = 1
     seen: list[tuple[int | str, bool]] = []
-    replay = CUDACapture(CPU).record(lambda: seen.append((cuda.mode, cuda.capturing)))
+    capture = CUDACapture(CPU)
+    replay = capture.record(lambda: seen.append((cuda.mode, cuda.capturing)))
     assert seen == [(1, False), ("error", False), (1, True)] and cuda.mode == 1
     assert isinstance(getattr(replay, "__self__", None), Graph) and not graphs._abandoned
+    seen.clear()
+    capture.record(lambda: seen.append((cuda.mode, cuda.capturing)))
+    assert seen == [(1, False), (1, False), (1, True)], "what follows is alike: no other thread is disturbed for it"
 
     with pytest.raises(RuntimeError, match="synchronizing"):
         CUDACapture(CPU).record(cuda.look)
-    assert cuda.mode == 1 and cuda.captures == 1
+    assert cuda.mode == 1 and cuda.captures == 2
 
 
 @pytest.mark.parametrize("leaks", [True, False])

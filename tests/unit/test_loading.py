@@ -45,8 +45,11 @@ def test_dtype_and_length_as_asked(saved_model: Path) -> None:
     assert loaded.max_model_len == 100
 
 
-@pytest.mark.parametrize(("generation", "ends"), [({"eos_token_id": [15, 16]}, (15, 16, 257)), ({}, (2, 257))])
-def test_texts_end_where_generate_ends_them(
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [({"eos_token_id": [15, 16]}, (15, 16, 257)), ({}, (2, 257)), ({"eos_token_id": []}, (2, 257))],
+)
+def test_texts_end_at_the_tokens_that_the_generation_config_names(
     model_dir: Path, generation: dict[str, object], ends: tuple[int, ...]
 ) -> None:
     """A config that names no such token has the default of its class, 2; it counts only where the generation config names none

@@ -17,6 +17,7 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.engines.named import ToServe
+from autotune.engines.model_folder import same_model
 from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.families import Families, Place, Refusal, place_of
@@ -529,6 +530,14 @@ def test_of_a_profile_of_another_model_only_the_ceilings_are_used(
     printed = capsys.readouterr().err
     assert f"p.yaml: {', '.join(left)} is left out, as it was measured with another model" in printed
     assert "its dtypes are left out" in printed and "random weights" not in printed
+
+
+def test_a_directory_is_the_same_model_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    assert same_model("./here", f"{tmp_path}/here/") and same_model("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")
+    assert not same_model("./here", "there") and not same_model("here", "Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize(("longest", "cut"), [(96, False), (97, True), (None, True)])
@@ -1053,6 +1062,22 @@ def test_once_an_answer_has_begun_what_is_still_to_come_of_it_is_never_rejected(
     found = answered(app, [said(4), LAST], [LAST], [LAST], path="/v1/audio/transcriptions")
     assert found.status == 200 and found.text == b"\x04\x06\x06\x06"
     assert extra == [None, None, *[{"never_rejected": True}] * 2]
+
+
+def test_a_transcription_has_not_begun_while_its_language_is_looked_for() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        generate, given = scope["app"].state.engine_client.generate, [params() for _ in range(3)]
+        requests = [generate("", given[0], "x-lang_detect"), *(generate("", given[at], f"x-{at}") for at in (1, 2))]
+        for outputs, one in zip(requests, given, strict=True):
+            async for _ in outputs:
+                pass
+            extra.append(one.extra_args)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    extra: list[Any] = []
+    answered(app, [LAST], [LAST], [LAST], path="/v1/audio/transcriptions")
+    assert extra == [None, None, {"never_rejected": True}]
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])

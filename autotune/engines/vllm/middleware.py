@@ -23,6 +23,8 @@ from autotune.engines.vllm.scheduler import REJECTED
 from runtime.serving.errors import ApiError
 
 log = logging.getLogger("vllm.autotune")
+_PRELIMINARY: Final = "-lang_detect"
+"""How the id ends of a request by which vLLM finds the language of a recording, before it asks for what is said in it."""
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -94,14 +96,17 @@ def _telling(generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[...
         if answer is None:
             return generate(*args, **kwargs)
         sampling = [one for one in (*args, *kwargs.values()) if hasattr(one, "extra_args")]
-        return _heard(generate(*args, **kwargs), sampling, answer)
+        begins = not any(isinstance(one, str) and one.endswith(_PRELIMINARY) for one in (*args[2:], *kwargs.values()))
+        return _heard(generate(*args, **kwargs), sampling, answer, begins)
 
     return telling
 
 
-async def _heard(outputs: AsyncGenerator[Any, None], sampling: list[Any], answer: _Answer) -> AsyncGenerator[Any, None]:
+async def _heard(
+    outputs: AsyncGenerator[Any, None], sampling: list[Any], answer: _Answer, begins: bool
+) -> AsyncGenerator[Any, None]:
     """``outputs``, of which ``answer`` hears. ``sampling``: the parameters of the request, which vLLM reads when the first output
-    is asked for: not before is it known whether the answer has begun."""
+    is asked for: not before is it known whether the answer has begun. ``begins``: whether it does by them."""
     if answer.spares:
         for one in sampling:
             one.extra_args = {**(one.extra_args or {}), NEVER_REJECTED: True}
@@ -109,7 +114,7 @@ async def _heard(outputs: AsyncGenerator[Any, None], sampling: list[Any], answer
         async for output in outputs:
             if not answer.passes:
                 try:
-                    answer.hear(output)
+                    answer.hear(output, begins)
                 except Exception:
                     log.exception(
                         "autotune failed while it looked for a rejection; the answer goes on as vLLM makes it"
@@ -176,15 +181,15 @@ class _Answer:
 
         return reading
 
-    def hear(self, output: Any) -> None:
-        """The engine has said ``output``, a ``RequestOutput``."""
+    def hear(self, output: Any, begins: bool = True) -> None:
+        """The engine has said ``output``, a ``RequestOutput``, by which the answer ``begins`` if it holds a token."""
         for one in getattr(output, "outputs", ()):
             words = str(getattr(one, "stop_reason", None) or "")
             if one.finish_reason == "abort" and words.startswith(REJECTED):
                 seconds, _, why = words.removeprefix(REJECTED).partition(" s: ")
                 self._refuse(ApiError(429, why, code="slo", retry_after_s=float(seconds)))
             elif one.token_ids or one.finish_reason is not None:
-                self.begun = True
+                self.begun |= begins
 
     def fails(self, error: Exception) -> None:
         """The engine has raised ``error``. Those of vLLM's queue limits have a status, which a stream would not show."""

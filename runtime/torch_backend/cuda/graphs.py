@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -40,8 +40,8 @@ def synchronization_forbidden() -> Iterator[None]:
     pageable memory. It does so in every thread of the process, and does not know all such operations."""
     with _debugging:
         before = torch.cuda.get_sync_debug_mode()
-        _set_sync_debug_mode("error")
         try:
+            _set_sync_debug_mode("error")
             yield
         finally:
             _set_sync_debug_mode(before)
@@ -56,17 +56,19 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 class CUDACapture:
     """A :class:`Capture` of ``device``, whose recordings share one memory pool.
 
-    A call that makes the host wait for the device raises ``RuntimeError`` before its recording begins: after a capture that
-    fails, ``torch.cuda.empty_cache()`` of PyTorch 2.11 raises until the process ends.
+    A first call that makes the host wait for the device raises ``RuntimeError`` before its recording begins: after a capture that
+    fails, ``torch.cuda.empty_cache()`` of PyTorch 2.11 raises until the process ends. Those that follow are taken to be alike:
+    while one is tried, no thread of the process may wait for a device.
     """
 
     WARM_UP = 2
     """Calls before the recording: kernels are compiled and libraries take their workspaces, which cannot be recorded. In the last
-    one no operation may wait."""
+    one of the first recording no operation may wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._tried = False  # whether a call has been found to wait for nothing
         self._stream = torch.cuda.Stream(device)  # recordings are not made on the default one
         # PyTorch hands out 32 streams again and again: what is recorded here shares no counters with what was recorded before
         renew_counters(device, self._stream.cuda_stream)
@@ -78,8 +80,9 @@ class CUDACapture:
             with torch.cuda.stream(self._stream):
                 for _ in range(self.WARM_UP - 1):
                     call()
-                with synchronization_forbidden():
+                with nullcontext() if self._tried else synchronization_forbidden():
                     call()
+            self._tried = True
             graph = torch.cuda.CUDAGraph()
             # what other threads do on the device meanwhile is no part of it, and no fault
             recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
