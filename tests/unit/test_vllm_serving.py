@@ -16,8 +16,8 @@ from typing import Any, Self
 import pytest
 
 from autotune.cli.main import run
-from autotune.engines.named import ToServe
 from autotune.engines.model_folder import same_model
+from autotune.engines.named import ToServe
 from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.families import Families, Place, Refusal, place_of
