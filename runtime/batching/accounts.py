@@ -73,7 +73,7 @@ class Peak:
             return None
         try:
             return int(self._measure())
-        except Exception:
+        except BaseException:  # in a worker's thread, so no Ctrl-C
             log.exception("measure_bytes failed and has been taken off; what was learned of memory until now stays")
             self._measure = None
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from runtime.batching.core import BatchCore
-from runtime.batching.item import ENDED, WAITING, Item
+from runtime.batching.item import ENDED, NEW, WAITING, Item
 from runtime.errors import RejectedError
 
 
@@ -16,7 +16,7 @@ class Backpressure:
     holds nobody up, and newcomers find the queue full until the line is empty.
     """
 
-    def __init__(self, lock: threading.Lock, core: BatchCore) -> None:
+    def __init__(self, lock: threading.RLock, core: BatchCore) -> None:
         self._lock = lock
         self._core = core
         self._line: dict[Item, _Place] = {}
@@ -35,13 +35,8 @@ class Backpressure:
         """Block this thread until ``item``, which stands in line, is in the queue or has ended. Raises what refused it."""
         place = self._line[item]
         place.left = threading.Condition(self._lock)
-        try:
-            while item in self._line:
-                place.left.wait()
-        except BaseException:  # such as Ctrl-C
-            self._line.pop(item, None)
-            self._core.forget(item)
-            raise
+        while item in self._line:
+            place.left.wait()
         if place.refused is not None:
             raise place.refused
 
@@ -65,6 +60,11 @@ class Backpressure:
                 self._core.submit(item, now)
             except Exception as error:
                 self._refuse(item, place, error, refused)
+            except BaseException:  # such as Ctrl-C: it is the first in line again
+                self._core.take_back(item)
+                item.state = NEW
+                self._line = {item: place, **self._line}
+                raise
             else:
                 entered += item.state is WAITING
                 place.leave()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from math import inf
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from runtime.batching.core import BatchCore
 from runtime.batching.event_loop import LoopThread
@@ -36,6 +36,9 @@ from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits
 from runtime.ordering import Ordering
 from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+
+T = TypeVar("T")
 
 
 class Batcher(TunableBatcher):
@@ -211,7 +214,7 @@ class Batcher(TunableBatcher):
     def _future(self, item: Item) -> ItemFuture:
         future = item.handle = StreamFuture() if self._streams else ItemFuture()
         future.item = item
-        future._withdraw = self._pool.withdraw
+        future._pool = self._pool
         future._keeps = self if self._owner is None else (self, self._owner())  # until it is done
         return future
 
@@ -270,10 +273,26 @@ class Batcher(TunableBatcher):
             return_exceptions=return_exceptions,
         )
 
+    # -- its settings ---------------------------------------------------------------------------------------------------
+
+    def _change(self, change: Callable[[], T]) -> T:
+        return self._pool.change(change)
+
+    def _put_slo(self, request_class: str, slo: SLO | None) -> None:
+        self._pool.set_slo(request_class, slo)
+
+    def view(self) -> SchedulerView:
+        """How the queue and the calls stand. Raises ``RuntimeError`` in a signal handler that interrupts a call of the batcher,
+        EngineClosedError in a process that was forked from its own."""
+        return self._pool.view()
+
     # -- the batcher itself ---------------------------------------------------------------------------------------------
 
     def close(self, drain: bool = True) -> None:
-        """Take nothing more, finish what waits (``drain=False``: cancel it) and wait for the workers. Any number of times."""
+        """Take nothing more, finish what waits (``drain=False``: cancel it) and wait for the workers. Any number of times.
+
+        From a worker, and from a signal handler that interrupts another call of the batcher, it returns at once.
+        """
         self._pool.close(drain)
         self._forgotten.detach()
 

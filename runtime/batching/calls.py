@@ -12,7 +12,15 @@ from runtime.batching.accounts import Peak, call_record
 from runtime.batching.core import BatchCore
 from runtime.batching.invoke import Function, Ran, WorkerDied, run_call
 from runtime.batching.item import ENDED, Call, Item
-from runtime.batching.outcomes import any_failed, count_failed, deliver, fail_lost, hand_out, outcome_records
+from runtime.batching.outcomes import (
+    any_failed,
+    count_failed,
+    deliver,
+    fail_lost,
+    fail_undelivered,
+    hand_out,
+    outcome_records,
+)
 from runtime.shared.listeners import Listeners
 
 log = logging.getLogger(__name__)
@@ -24,7 +32,7 @@ class Calls:
     def __init__(
         self,
         core: BatchCore,
-        lock: threading.Lock,
+        lock: threading.RLock,
         listeners: Listeners,
         now: Callable[[], float],
         wake: Callable[[], None],
@@ -52,7 +60,12 @@ class Calls:
             log.error("a worker of %s died: %r; it is replaced", function.name, error)
             self._lost(call, error)
             return False
-        self._finish(call, ran)
+        live: list[bool] = []
+        try:
+            self._finish(call, ran, live)
+        except BaseException as error:
+            self._fail(call, live, error)
+            raise
         return True
 
     def _emit(self, call: Call, at: int, outputs: Sequence[Any]) -> bool:
@@ -69,13 +82,14 @@ class Calls:
         with self._lock:
             return self._core.leave(item)
 
-    def _finish(self, call: Call, ran: Ran) -> None:
+    def _finish(self, call: Call, ran: Ran, live: list[bool]) -> None:
+        """``live`` is given the items that end with the call; the rest ended while they ran: timed out, say."""
         core, items, outcomes = self._core, call.items, ran.outcomes
         some_failed = any_failed(outcomes)
         call.stretched |= ran.runs > 1 or not ran.fitted  # cut short as well, where it raised
         call.peak_bytes = self._peak.bytes()
         with self._lock:
-            live = [item.state is not ENDED for item in items]  # the rest ended while they ran: timed out, say
+            live += [item.state is not ENDED for item in items]
             call.failed += count_failed(outcomes, live) if some_failed else 0
             core.done(call, self._now())
             core.learn_memory(call, ran.oom, ran.fitted)
@@ -86,6 +100,19 @@ class Calls:
         if self._listeners.known:
             records = outcome_records(call, outcomes, live, core.epoch)
             self._listeners.tell(call_record(call, running), records)
+
+    def _fail(self, call: Call, live: list[bool], error: BaseException) -> None:
+        """Handing out what came of ``call`` went wrong: items that have no outcome by now end with ``error``."""
+        core = self._core
+        with self._lock:
+            live += [item.state is not ENDED for item in call.items] if not live else []
+            left = [item for item, alive in zip(call.items, live, strict=True) if alive and item.handle is not None]
+            if call in core.state.running:
+                call.failed = len(left)
+                core.done(call, self._now())
+        records = fail_undelivered(left, error, call.end, core.epoch)
+        if records and self._listeners.known:
+            self._listeners.tell(None, records)
 
     def _lost(self, call: Call, error: BaseException) -> None:
         with self._lock:

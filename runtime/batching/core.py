@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 
@@ -130,7 +131,11 @@ class BatchCore:
                 retry_after_s=later,
             )
         item.state = WAITING
-        state.queue.add(item)
+        try:
+            state.queue.add(item)
+        except Exception:
+            item.state = NEW
+            raise
         self._pending[item] = None
         state.waiting += 1
         state.waiting_cost += item.cost
@@ -152,6 +157,20 @@ class BatchCore:
         state.gap_s += _ARRIVALS * (gap - state.gap_s)
         self._gap_square += _ARRIVALS * (gap * gap - square)
 
+    def take_back(self, item: Item) -> None:
+        """End ``item``, whose :meth:`submit` was interrupted somewhere, as by Ctrl-C, unless it runs."""
+        if item.state is WAITING:
+            self._pending.pop(item, None)
+            state = self.state
+            costs = [other.cost for other in self._pending if other.state is WAITING]
+            state.waiting, state.waiting_cost = len(costs), sum(costs)
+            state.free_places = self.max_queue - state.waiting
+            item.state = ENDED
+            with suppress(Exception):  # it may not have come as far as the queue
+                state.queue.removed(item)
+        elif item.state is NEW:
+            item.state = ENDED
+
     def forget(self, item: Item) -> bool:
         """``item`` has ended, by its client's wish or otherwise. False if it did not wait: it runs, or had ended."""
         if item.state is NEW:  # it waits for room
@@ -168,6 +187,10 @@ class BatchCore:
                 state.queue.removed(item)
             except Exception as error:
                 self.fault = self.fault or error
+            except BaseException:  # such as Ctrl-C: once too often does no harm
+                with suppress(Exception):
+                    state.queue.removed(item)
+                raise
             return True
         return False
 

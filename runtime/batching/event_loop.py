@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class LoopThread:
@@ -16,18 +19,41 @@ class LoopThread:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._closing = False
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run ``coroutine`` in the loop and wait for what it returns or raises."""
+        """Run ``coroutine`` in the loop and wait for what it returns or raises. ``RuntimeError`` where no thread can be started:
+        the next coroutine tries again."""
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self._name} loop", daemon=True)
-                self._thread.start()
-        found, fatal = asyncio.run_coroutine_threadsafe(_contained(coroutine), self._loop).result()
+            try:
+                loop = self._loop or self._start()
+            except BaseException:
+                coroutine.close()
+                raise
+        found, fatal = asyncio.run_coroutine_threadsafe(_contained(coroutine), loop).result()
         if fatal is not None:
             raise fatal
         return found
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._serve, args=(loop,), name=f"{self._name} loop", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
+        return loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run ``loop`` until it is closed. What would end it, such as SystemExit in a task that the function has started, ends
+        that task alone."""
+        while not self._closing:
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                log.exception("something in %s raised what would end it; it goes on", threading.current_thread().name)
 
     def runs_in(self, thread: threading.Thread) -> bool:
         return self._thread is thread
@@ -39,6 +65,7 @@ class LoopThread:
             if loop is None or thread is None or loop.is_closed():
                 return
             asyncio.run_coroutine_threadsafe(loop.shutdown_asyncgens(), loop).result()
+            self._closing = True
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()

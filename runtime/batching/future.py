@@ -14,10 +14,13 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.batching.item import RUNNING, Item
 from runtime.shared.wakeups import wake
+
+if TYPE_CHECKING:
+    from runtime.batching.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class ItemFuture(Future[Any]):
     """
 
     item: Item
-    _withdraw: Callable[[Item], bool]
+    _pool: Pool
     _raised_at: TracebackType | None = None  # of its exception
     _keeps: Any = None  # the batcher, which ends with the last who knows it, and the object whose method it calls
 
@@ -59,11 +62,22 @@ class ItemFuture(Future[Any]):
             self._raised_at = exception.__traceback__
         super().set_exception(exception)
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the item failed with, None if it did not, after at most ``timeout`` seconds of waiting (None: any time).
+
+        Raises what :meth:`result` does where there is no outcome.
+        """
+        if not self.done():
+            self._pool.may_wait()
+        return super().exception(timeout)
+
     def result(self, timeout: float | None = None) -> Any:
         """What came of the item, after at most ``timeout`` seconds of waiting (None: any time).
 
         Raises ``TimeoutError`` after that, ``CancelledError``, and what the item failed with. All items of a call that failed
-        raise the same exception; whoever asks sees where it was raised, and not who else has asked.
+        raise the same exception; whoever asks sees where it was raised, and not who else has asked. While there is no outcome
+        it raises ``RuntimeError`` in a signal handler that interrupts a call of the batcher, and EngineClosedError in a process
+        that was forked from the batcher's.
         """
         error = self.exception(timeout)
         if error is None:
@@ -78,10 +92,11 @@ class ItemFuture(Future[Any]):
         return self.item.state is RUNNING and not self.done()
 
     def cancel(self) -> bool:
-        """Withdraw the item. False if it has ended, or runs and its outputs do not come one by one: then nothing happens."""
+        """Withdraw the item. False if it has ended, or runs and its outputs do not come one by one: then nothing happens. False
+        as well in a signal handler that interrupts a call of the batcher: then it is done when that goes on."""
         if self.done():
             return self.cancelled()
-        if not self._withdraw(self.item):  # under the batcher's lock: whoever wins, wins alone
+        if not self._pool.withdraw(self.item):  # under the batcher's lock: whoever wins, wins alone
             return self.cancelled()
         self.item.handle = self._keeps = None
         super().cancel()
@@ -90,6 +105,7 @@ class ItemFuture(Future[Any]):
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.done():
+            self._pool.may_wait()
             waiter = asyncio.get_running_loop().create_future()
             super().add_done_callback(lambda _: wake(waiter))
             try:
@@ -129,6 +145,8 @@ class StreamFuture(ItemFuture):
     def __iter__(self) -> Iterator[Any]:
         seen = 0
         while True:
+            if len(self._outputs) == seen and not self.done():
+                self._pool.may_wait()
             with self._changed:
                 while len(self._outputs) == seen and not self.done():
                     self._changed.wait()
@@ -142,6 +160,8 @@ class StreamFuture(ItemFuture):
         seen = 0
         while True:
             waiter: asyncio.Future[None] | None = None
+            if len(self._outputs) == seen and not self.done():
+                self._pool.may_wait()
             with self._changed:
                 if len(self._outputs) == seen and not self.done():
                     waiter = asyncio.get_running_loop().create_future()

@@ -35,6 +35,7 @@ def map_over(
     """See :meth:`runtime.batching.batcher.Batcher.map`."""
     if pool.here:
         raise RuntimeError(FOR_ITSELF)
+    pool.may_wait()
     total = len(items) if isinstance(items, Sized) else None
     with progress_bar("items", total, show=progress) as advance:
         line: deque[ItemFuture] = deque()
@@ -88,18 +89,24 @@ def _outcome(future: ItemFuture) -> Any:
 
 def _press_for(future: ItemFuture, pool: Pool) -> None:
     """``future`` is waited for, and no more are brought meanwhile."""
+
+    def press() -> None:
+        if future.item not in pool.core.state.wanted:
+            pool.core.state.wanted.append(future.item)
+            pool.wake()
+
     if not future.done() and future.item.state is WAITING:
-        with pool.lock:
-            if future.item not in pool.core.state.wanted:
-                pool.core.state.wanted.append(future.item)
-                pool.wake()
+        pool.locked(press)
 
 
 def _press_for_all(pool: Pool) -> None:
     """No more will come of this source: nothing that waits now is to be held back for more."""
-    with pool.lock:
+
+    def press() -> None:
         pool.core.state.pressed = max(pool.core.state.pressed, pool.clock.now())
         pool.wake()
+
+    pool.locked(press)
 
 
 def _in_order(source: Iterator[ItemFuture], running: deque[ItemFuture], most: int, pool: Pool) -> Iterator[Any]:

@@ -112,6 +112,18 @@ def fail_lost(items: Sequence[Item], error: BaseException, now: float, epoch: in
     return records
 
 
+def fail_undelivered(items: Sequence[Item], error: BaseException, now: float, epoch: int) -> list[RequestRecord]:
+    """What came of ``items`` could not be handed out, for ``error``."""
+    records = []
+    with Delivery():
+        for item in items:
+            failed = StepFailedError(f"item {item.id}: its outcome could not be handed out: {_described(error)}")
+            failed.__cause__ = error
+            _settle(_handle(item), failed)
+            records.append(item_record(item, FinishReason.ERROR, now, epoch, str(failed)))
+    return records
+
+
 def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
     """An item ends without having run to its end."""
     item, reason, cause, later = ended

@@ -3,6 +3,9 @@
 One lock guards the core; it is held for microseconds and never while the function runs. A thread with nothing to do waits at
 its own gate until an arrival, the end of another call or the time that the strategy named. A thread that dies in the
 middle of a call is replaced, and the items of that call run once more.
+
+A signal handler or a finalizer may interrupt the very thread that holds the lock, in the middle of a change. What it asks for
+is then put off until that thread has released the lock.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from runtime.batching.accounts import item_record
 from runtime.batching.backpressure import Backpressure
@@ -30,13 +33,16 @@ from runtime.records import FinishReason
 from runtime.shared.at_exit import stop_at_exit
 from runtime.shared.expiries import Expiries
 from runtime.shared.listeners import Listeners
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
 
 if TYPE_CHECKING:
     from runtime.batching.future import ItemFuture
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-_DROP_S: Final = 0.05  # that a finalizer waits for the lock, which its own thread may hold
+_DROP_S: Final = 0.05  # that a finalizer waits for the lock, whose thread may wait for the one that it interrupts
 KILL_AFTER_S: Final = 5.0  # how long a close that does not drain waits for a call in a process
 
 
@@ -56,9 +62,11 @@ class Pool:
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = core
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler or a finalizer may come to it again: see holds_up
+        self._held = threading.Condition(self.lock)
+        self._within = False  # whether a thread is in a change under the lock; stays True where that raised
         self.listeners = Listeners()
-        self.closed = False
+        self._closed = False
         self.process = os.getpid()
         self.clock = clock
         self._now = clock.now
@@ -68,11 +76,12 @@ class Pool:
         self._functions_closed = False
         self._functions = functions
         self._streams = functions[0].streams
-        self._idle: list[Slot] = []
+        self._idle: dict[Slot, None] = {}
         self._backpressure = Backpressure(self.lock, core)
         self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
         self._alive = 0
-        self._dropped: deque[ItemFuture] = deque()  # to be withdrawn by whoever held the lock
+        self._put_off: deque[Callable[[], object]] = deque()  # to be called by whoever held the lock
+        self._catching_up: set[int] = set()  # the threads that do so
         self._abandoned = False
         self._broken = ""  # why, if so
         self._slots = [
@@ -104,30 +113,72 @@ class Pool:
         me = threading.current_thread()
         return any(slot.thread is me or slot.function.runs_in(me) for slot in self._slots)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes nothing more; in a process that was forked from its own, too."""
+        return self._closed or self._elsewhere
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the caller is a signal handler or a finalizer that interrupts this very thread in a change under the lock."""
+        return self._within and self._holds
+
+    @property
+    def _holds(self) -> bool:
+        """Whether this thread holds the lock. For those who cannot rely on ``_within``."""
+        try:
+            self._held.notify(0)
+        except RuntimeError:
+            return False
+        return True
+
+    def may_wait(self) -> None:
+        """Raise ``RuntimeError`` where the pool waits for the caller (:attr:`holds_up`), and EngineClosedError in another
+        process, where nothing comes."""
+        self._check_process()
+        if self.holds_up:
+            raise RuntimeError("a signal handler that interrupts a call of the batcher cannot wait for it")
+
     def submit(self, item: Item, *, block: bool = False, patient: bool = False) -> None:
         """Queue ``item``. Where the queue is full this raises :class:`RejectedError`, waits for a place (``block``), or has the
-        item stand in line for one (``patient``)."""
-        if self._elsewhere:
-            raise EngineClosedError(
-                f"the batcher was made in process {self.process}, before this one was forked; make it here"
-            )
+        item stand in line for one (``patient``). Where it is put off, the item's future gets what it would raise."""
+        self._check_process()
+        if self.holds_up:
+            self._put_off.append(partial(self._submit_late, item, block or patient))
+            return
         try:
             with self.lock:
-                self._take_in(item, block, patient)
-            if self._dropped:
-                self._withdraw_dropped()
+                self._within = True
+                try:
+                    self._take_in(item, block, patient)
+                except BaseException:  # before anybody else sees it half in
+                    self._backpressure.leave(item)
+                    self.core.take_back(item)
+                    raise
+                self._within = False
         except Exception as error:
-            item.state = ENDED
             self._record_refusal(item, error)
             raise
         except BaseException:  # such as Ctrl-C, while it stood in line
             with self.lock:
+                self._within = True
                 refused = self._places_freed([])
+                self._within = False
             self._tell_refused(refused)
             raise
+        finally:
+            if self._put_off:
+                self._catch_up()
+
+    def _submit_late(self, item: Item, patient: bool) -> None:
+        if item.state is not ENDED:
+            try:
+                self.submit(item, patient=patient)
+            except Exception as error:
+                refuse(item, error)
 
     def _take_in(self, item: Item, block: bool, patient: bool) -> None:
-        if self.closed:
+        if self._closed:
             raise RejectedError(f"item {item.id}: {self._closed_because}", reason="closed")
         held = (block or patient) and not self._backpressure.admits
         if held and block and self.here:  # it would wait for itself
@@ -159,15 +210,32 @@ class Pool:
         """Whether this process was forked from the one that made it: the threads stayed there, and one may hold the lock."""
         return os.getpid() != self.process
 
+    def _check_process(self) -> None:
+        if self._elsewhere:
+            raise EngineClosedError(
+                f"the batcher was made in process {self.process}, before this one was forked; make it here"
+            )
+
     def withdraw(self, item: Item) -> bool:
-        """End ``item``, by its client's wish. False if it neither waits nor, with outputs that come one by one, runs."""
+        """End ``item``, by its client's wish. False if it neither waits nor, with outputs that come one by one, runs, and where
+        it is put off."""
         if self._elsewhere:
             return False
-        with self.lock:
-            gone = self.core.forget(item) or (self._streams and self.core.leave(item))
-            refused = self._places_freed([item]) if gone else []
-            if gone and self.core.fault is not None:
-                self.wake()
+        if self.holds_up:
+            if item.handle is not None:
+                self._put_off.append(item.handle.cancel)
+            return False
+        try:
+            with self.lock:
+                self._within = True
+                gone = self.core.forget(item) or (self._streams and self.core.leave(item))
+                refused = self._places_freed([item]) if gone else []
+                if gone and self.core.fault is not None:
+                    self.wake()
+                self._within = False
+        finally:
+            if self._put_off:
+                self._catch_up()
         self._tell_refused(refused)
         if gone and self.listeners.known:
             self.listeners.tell(
@@ -178,23 +246,81 @@ class Pool:
     def drop(self, futures: Iterable[ItemFuture]) -> None:
         """Withdraw the items of ``futures``, which nobody waits for any more. For finalizers, which may run in the middle of
         anything, such as a thread that holds the lock: that one then sees to it."""
-        self._dropped.extend(futures)
-        if self._dropped and self.lock.acquire(timeout=_DROP_S):
+        self._put_off.extend(future.cancel for future in futures)
+        if self._put_off and not self._holds and self.lock.acquire(timeout=_DROP_S):
             self.lock.release()
-            self._withdraw_dropped()
+            self._catch_up()
 
-    def _withdraw_dropped(self) -> None:
-        """Not under the lock."""
-        while self._dropped:
-            with suppress(IndexError):  # another thread may have been faster
-                self._dropped.popleft().cancel()
+    def _catch_up(self) -> None:
+        """Do what has been put off. Not under the lock."""
+        me = threading.get_ident()
+        if me in self._catching_up:  # one of those that it calls
+            return
+        try:
+            self._catching_up.add(me)
+            while self._put_off:
+                try:
+                    late = self._put_off.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                late()
+        finally:
+            self._catching_up.discard(me)
+
+    def locked(self, question: Callable[[], T]) -> T:
+        """Answer ``question`` under the lock. Raises what :meth:`may_wait` does."""
+        self.may_wait()
+        try:
+            with self.lock:
+                self._within = True
+                answer = question()
+                self._within = False
+            return answer
+        finally:
+            if self._put_off:
+                self._catch_up()
+
+    def change(self, change: Callable[[], T]) -> T:
+        """Make ``change`` of the settings at once, on an open batcher, and have idle threads look at what follows. Raises
+        EngineClosedError."""
+        self._check_process()
+        if self._closed:
+            raise EngineClosedError("the batcher is closed")
+        if self.holds_up:  # settings may be changed from anywhere, the rest may not
+            result = change()
+            self._put_off.append(partial(self.locked, self.wake))
+            return result
+
+        def beside_no_other() -> T:
+            if self._closed:
+                raise EngineClosedError("the batcher is closed")
+            result = change()
+            self.wake()
+            return result
+
+        return self.locked(beside_no_other)
+
+    def set_slo(self, request_class: str, slo: SLO | None) -> None:
+        """As :meth:`BatchCore.set_slo`. Raises EngineClosedError in another process."""
+        self._check_process()
+        change = partial(self.locked, partial(self.core.set_slo, request_class, slo))
+        if self.holds_up:
+            self._put_off.append(change)
+        else:
+            change()
+
+    def view(self) -> SchedulerView:
+        """As :meth:`BatchCore.view`. Raises what :meth:`may_wait` does."""
+        return self.locked(lambda: self.core.view(self._now()))
 
     def close(self, drain: bool) -> None:
-        """Take nothing more; finish (``drain``) or cancel what waits; wait for the threads to end."""
+        """Take nothing more; finish (``drain``) or cancel what waits; wait for the threads to end, unless they wait for the
+        caller."""
         if self._elsewhere:
             return
+        waits = not self.here and not self.holds_up
         self.stop(drain)
-        if self.here:
+        if not waits:
             self._abandoned = True  # the last thread closes the functions
             return
         kill_at = inf if drain else time.monotonic() + KILL_AFTER_S
@@ -218,7 +344,7 @@ class Pool:
 
     def join(self, timeout: float) -> None:
         """Wait for the threads that call the function to end, so long at most all together."""
-        if self._abandoned and not self.closed:  # somebody held the lock then
+        if self._abandoned and not self._closed:  # somebody held the lock then
             self.stop(drain=False)
         until = time.monotonic() + timeout
         for thread in self.threads():
@@ -232,7 +358,7 @@ class Pool:
         """Nobody knows the batcher any more: cancel what there is. For finalizers, which may run in the middle of anything,
         such as a worker that holds the lock: that one then looks after it."""
         self._abandoned = True
-        if self.lock.acquire(blocking=False):
+        if not self._holds and self.lock.acquire(blocking=False):
             self.lock.release()
             self.stop(drain=False)
             if not (self._alive or self._elsewhere or self.here):  # no thread is left that would
@@ -242,21 +368,30 @@ class Pool:
         """As :meth:`close`, without waiting."""
         if self._elsewhere:
             return
-        with self.lock:
-            self.closed = True
-            self.core.state.closing = True
-            ended = [] if drain else self.core.drop_waiting("the batcher was closed")
-            self.core.retries = self.core.retries if drain else 0
-            self.wake()
-            self._timekeeper.look()
-            refused = self._backpressure.refuse(self._closed_because)
+        if self.holds_up:
+            self._closed = True
+            self._put_off.append(partial(self.stop, drain))
+            return
+        try:
+            with self.lock:
+                self._within = self._closed = True
+                self.core.state.closing = True
+                ended = [] if drain else self.core.drop_waiting("the batcher was closed")
+                self.core.retries = self.core.retries if drain else 0
+                self.wake()
+                self._timekeeper.look()
+                refused = self._backpressure.refuse(self._closed_because)
+                self._within = False
+        finally:
+            if self._put_off:
+                self._catch_up()
         self._tell_refused(refused)
         self._end_early(ended)
 
     def wake(self) -> None:
         """Have idle threads ask the core again: something has changed. Needs the lock."""
         for slot in self._idle:
-            slot.gate.release()
+            slot.open()
         self._idle.clear()
 
     # -- under the lock -------------------------------------------------------------------------------------------------
@@ -267,9 +402,9 @@ class Pool:
         if state.waiting < core.hold_items and state.waiting_cost < core.knobs.token_budget and state.free_places > 0:
             return
         idle, loads = self._idle, core.loads
-        slot = idle[0] if len(idle) == 1 else min(idle, key=lambda slot: loads[slot.worker])
-        idle.remove(slot)
-        slot.gate.release()
+        slot = next(iter(idle)) if len(idle) == 1 else min(idle, key=lambda slot: loads[slot.worker])
+        slot.open()  # first: Ctrl-C may come in between
+        del idle[slot]
 
     def _places_freed(self, ended: Iterable[Item]) -> list[tuple[Item, Exception]]:
         """``ended`` have, or a call took items from the queue: its places go to those in line. Returns whom it refused."""
@@ -282,14 +417,16 @@ class Pool:
 
     def _tick(self) -> bool:
         with self.lock:
+            self._within = True
             ended = self.core.expire(self._now())
             refused = self._places_freed(each.item for each in ended) if ended else []
             if ended and self.core.fault is not None:
                 self.wake()
-            over = self.closed and not self._alive
-        if self._dropped:
-            self._withdraw_dropped()
-        if self._abandoned and not self.closed:
+            over = self._closed and not self._alive
+            self._within = False
+        if self._put_off:
+            self._catch_up()
+        if self._abandoned and not self._closed:
             self.stop(drain=False)
         self._tell_refused(refused)
         self._end_early(ended)
@@ -302,21 +439,24 @@ class Pool:
         try:
             while True:
                 with self.lock:
+                    self._within = True
+                    self._idle.pop(slot, None)  # where Ctrl-C interrupted whoever opened its gate
                     step = core.next(self._now(), slot.worker)
                     fault = None if self._broken else core.fault
-                    over = self.closed and not core.has_work and fault is None
+                    over = self._closed and not core.has_work and fault is None
                     if over:
                         self.wake()
                     elif step.call is None and fault is None:
-                        self._idle.append(slot)
+                        self._idle[slot] = None
                     elif self._idle and core.state.waiting:
                         self._arrived()
                     refused = self._places_freed(each.item for each in step.ended)
                     if step.call is not None:
                         slot.function.begin()
-                if self._dropped:
-                    self._withdraw_dropped()
-                if self._abandoned and not self.closed:
+                    self._within = False
+                if self._put_off:
+                    self._catch_up()
+                if self._abandoned and not self._closed:
                     self.stop(drain=False)
                 self._tell_refused(refused)
                 if step.ended:
@@ -347,7 +487,7 @@ class Pool:
         with self.lock:
             self._broken = f", for its strategy or grouping raised {error!r}"
             self.core.fault = self.core.fault or error
-            self.closed = self.core.state.closing = True
+            self._closed = self.core.state.closing = True
             ended = self.core.drop_waiting(f"the batcher broke down: {error!r}", FinishReason.ERROR)
             refused = self._backpressure.refuse(self._closed_because)
         self.stop(drain=True)
@@ -388,14 +528,19 @@ class Slot:
         self.gate.acquire()
         self.thread: threading.Thread | None = None
 
-    def rest(self, until: float, now: Callable[[], float], lock: threading.Lock, idle: list[Slot]) -> None:
+    def open(self) -> None:
+        """Have its thread go on. Needs the lock; once too often does no harm."""
+        if self.gate.locked():
+            self.gate.release()
+
+    def rest(self, until: float, now: Callable[[], float], lock: threading.RLock, idle: dict[Slot, None]) -> None:
         """Wait until the gate is opened, or until then."""
         timeout = -1.0 if until == inf else min(max(0.0, until - now()), threading.TIMEOUT_MAX)
         if self.gate.acquire(timeout=timeout):
             return
         with lock:
             if self in idle:
-                idle.remove(self)
+                del idle[self]
                 return
         self.gate.acquire()  # it was opened in that very moment
 
@@ -408,7 +553,7 @@ class Timekeeper:
     """
 
     def __init__(
-        self, lock: threading.Lock, expiries: Expiries[Item], now: Callable[[], float], tick: Callable[[], bool]
+        self, lock: threading.RLock, expiries: Expiries[Item], now: Callable[[], float], tick: Callable[[], bool]
     ) -> None:
         self._expiries = expiries
         self._now = now

@@ -63,17 +63,20 @@ class ProcessWorker:
             self._killed = False
 
     def __call__(self, items: list[Any]) -> Any:
+        request = pickle.dumps(items)
         with self._lock:
             if self._killed:
                 raise WorkerDied(f"nobody waits for this call of {self.__qualname__}")
             self._calling = True
         try:
-            pipe = self._pipe or self._start()
-            pipe.send_bytes(pickle.dumps(items))
-            ok, answer = pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError) as error:
-            code = self._end()
-            raise WorkerDied(f"the process that ran {self.__qualname__} ended with exit code {code}") from error
+            try:
+                pipe = self._pipe or self._start()
+                pipe.send_bytes(request)
+                reply = pipe.recv_bytes()
+            except (EOFError, OSError) as error:
+                code = self._end()
+                raise WorkerDied(f"the process that ran {self.__qualname__} ended with exit code {code}") from error
+            ok, answer = pickle.loads(reply)
         finally:
             with self._lock:
                 self._calling, killed = False, self._killed

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -24,13 +24,14 @@ T = TypeVar("T")
 class Tuned(Protocol):
     """What runs the calls of ``core``, as far as tuning goes: ``lock`` is held for every change, and :meth:`wake` follows it."""
 
-    closed: bool
+    @property
+    def closed(self) -> bool: ...
 
     @property
     def core(self) -> BatchCore: ...
 
     @property
-    def lock(self) -> threading.Lock: ...
+    def lock(self) -> AbstractContextManager[bool]: ...
 
     @property
     def listeners(self) -> Listeners: ...

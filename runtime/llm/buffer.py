@@ -151,14 +151,19 @@ class TokenBuffer:
             entry = (seen is not None, future)
             self._futures.append(entry)
             self._awaited.append(future)
+        collected = False
         try:
             await future
+        except GeneratorExit:  # a finalizer, perhaps in the middle of a thread that holds the lock
+            collected = True
+            raise
         finally:
-            with self._lock:
-                if entry in self._futures:
-                    self._futures.remove(entry)
-                if future in self._awaited:
-                    self._awaited.remove(future)
+            if not collected:
+                with self._lock:
+                    if entry in self._futures:
+                        self._futures.remove(entry)
+                    if future in self._awaited:
+                        self._awaited.remove(future)
 
     def _ready(self, seen: int | None) -> bool:
         return self.done or (seen is not None and len(self.tokens) > seen)

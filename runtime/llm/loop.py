@@ -111,9 +111,10 @@ class EngineLoop:
             if waiting >= self._max_queue:
                 why = f"{waiting} requests are waiting and max_queue is {self._max_queue}"
                 raise self._rejected(request, "queue_full", why, self._completion_interval.seconds)
-            self._inbox.put(partial(self._add, request, buffer))  # first: who cancels it comes behind it
+            add = partial(self._add, request, buffer)
+            self._on_the_way += 1  # no call before the next one has been made, and so no Ctrl-C
+            self._inbox.put(add)  # before the next: who cancels it comes behind it
             self._live[request.id] = buffer  # unless Ctrl-C comes before it
-            self._on_the_way += 1
 
     def cancel(self, request_id: str) -> bool:
         """End a request, whatever its state. False if no live request of this process has this id."""

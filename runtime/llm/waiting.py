@@ -16,6 +16,7 @@ from runtime.llm.prefill_rate import Work
 from runtime.ordering import Deadline, Ordering, learning, leaving
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import Sequence
+from runtime.shared.panics import ends_program
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,9 @@ class WaitingQueue:
             if listener is not None:
                 try:
                     listener.left(sequence.request, key)
-                except Exception:
+                except BaseException as error:
+                    if ends_program(error):
+                        raise
                     log.warning("the ordering raised when request %s left", sequence.request.id, exc_info=True)
 
     def _sweep(self) -> None:
@@ -257,7 +260,9 @@ class WaitingQueue:
         if self._learning is not None:
             try:
                 self._learning.on_step(record)
-            except Exception:
+            except BaseException as error:
+                if ends_program(error):
+                    raise
                 self._hear_no_more()
 
     def ended(self, record: RequestRecord) -> None:
@@ -265,7 +270,9 @@ class WaitingQueue:
         if self._learning is not None:
             try:
                 self._learning.on_request(record)
-            except Exception:
+            except BaseException as error:
+                if ends_program(error):
+                    raise
                 self._hear_no_more()
 
     def _hear_no_more(self) -> None:
@@ -341,7 +348,9 @@ def key_of(ordering: Ordering, sequence: Sequence) -> float:
     """What ``ordering`` says of ``sequence``. Raises StepFailedError where it raises, or returns no number."""
     try:
         key = float(ordering.key(sequence.request))
-    except Exception as error:
+    except BaseException as error:
+        if ends_program(error):
+            raise
         raise StepFailedError(f"its ordering raised {error!r}") from error
     if math.isnan(key):
         raise StepFailedError("its ordering gave it no place: the key is NaN")
@@ -351,7 +360,9 @@ def key_of(ordering: Ordering, sequence: Sequence) -> float:
 def _tell_taken(ordering: Ordering, sequence: Sequence, key: float) -> None:
     try:
         ordering.took(sequence.request, key)
-    except Exception:  # somebody's own; it only listens
+    except BaseException as error:  # somebody's own; it only listens
+        if ends_program(error):
+            raise
         log.warning("the ordering raised when request %s began", sequence.request.id, exc_info=True)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final, Protocol, cast
 
 from runtime.records import RequestRecord, StepRecord
+from runtime.shared.panics import ends_program
 from runtime.tunable import Listener
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Listeners:
                 log.warning("listener %r raised and will hear no more", listener, exc_info=True)
                 for its in [one for one in self._subscriptions if one[0] is listener]:
                     self._end(its)
-                if isinstance(error, KeyboardInterrupt):  # of whoever waits in this thread
+                if isinstance(error, KeyboardInterrupt) and ends_program(error):  # of whoever waits in this thread
                     raise
 
 

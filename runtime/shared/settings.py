@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from runtime.knobs import KnobLimits, Knobs
+from runtime.shared.panics import ends_program
 from runtime.tunable import LeaseHolder, SchedulerView, StepPolicy
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,9 @@ class Settings:
             return None
         try:
             return max(0, int(policy.budget(view())))
-        except Exception:
+        except BaseException as error:  # it is not the engine that the policy may end
+            if ends_program(error):
+                raise
             log.exception("the step policy failed and has been taken off; the knobs alone hold now")
         with self._turning:
             if self.policy is policy:  # another may have been set meanwhile

@@ -11,7 +11,7 @@ import pytest
 
 from runtime import Batcher, batch
 from runtime.batching.future import StreamFuture
-from runtime.errors import RejectedError
+from runtime.errors import RejectedError, StepFailedError
 
 
 async def adouble(items: list[int]) -> list[int]:
@@ -169,6 +169,49 @@ async def test_an_async_worker_that_dies_takes_no_loop_with_it() -> None:
     b = Batcher(mortal)
     assert [await b(1), await b(2)] == [1, 2] and deaths == 1
     await asyncio.to_thread(b.close)
+
+
+@pytest.mark.parametrize("fatal", [SystemExit, KeyboardInterrupt])
+def test_a_child_task_that_would_end_the_loop_ends_its_call_alone(fatal: type[BaseException]) -> None:
+    async def one(item: int) -> int:
+        if item == 3:
+            raise fatal
+        return item
+
+    async def gathered(items: list[int]) -> list[int]:
+        return await asyncio.gather(*map(one, items))
+
+    b = Batcher(gathered, strategy="dynamic", max_batch_size=1)
+    futures = [b.submit(i) for i in range(6)]
+    with pytest.raises(StepFailedError, match=f"its worker died 2 times: {fatal.__name__}"):
+        futures.pop(3).result(30)
+    assert [future.result(30) for future in futures] == [0, 1, 2, 4, 5]
+    _closes(b)
+
+
+@pytest.mark.parametrize("how", ["raise", "stop"])
+def test_what_would_end_the_loop_in_the_background_ends_no_call(how: str) -> None:
+    async def leaves() -> None:
+        raise SystemExit
+
+    async def fn(items: list[int]) -> list[int]:
+        if how == "stop":
+            asyncio.get_running_loop().stop()
+        else:
+            await asyncio.wait([asyncio.create_task(leaves())])
+        await asyncio.sleep(0)
+        return items
+
+    b = Batcher(fn)
+    assert [b.submit(i).result(30) for i in range(2)] == [0, 1]
+    _closes(b)
+
+
+def _closes(b: Batcher) -> None:
+    closing = threading.Thread(target=b.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 async def test_it_is_an_asynchronous_context_manager() -> None:

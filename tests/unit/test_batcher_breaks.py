@@ -153,7 +153,11 @@ def _raises() -> int:
     raise Bug("measure")
 
 
-@pytest.mark.parametrize("measure", [_raises, lambda: "many"])
+def _exits() -> int:
+    raise SystemExit
+
+
+@pytest.mark.parametrize("measure", [_raises, _exits, lambda: "many"])
 def test_a_measure_that_fails_is_taken_off(measure: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
     with Batcher(double, memory_limit_bytes=10_000, measure_bytes=measure) as b:
         assert [b(i) for i in range(5)] == [0, 2, 4, 6, 8]
@@ -176,6 +180,43 @@ def test_an_exception_that_cannot_be_written_is_still_an_outcome() -> None:
         assert isinstance(b.submit(1).exception(30), Mute)
         assert isinstance(b.submit(2).exception(30), Mute)
     assert [r.cause for r in heard.requests] == ["Mute", "Mute"]
+
+
+class Odd:
+    """A result that cannot be looked at."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise Bug("class")
+
+
+def test_an_outcome_that_cannot_be_handed_out_leaves_nobody_waiting() -> None:
+    fn, heard = Gated(lambda item: Odd() if item == 1 else item), Records()
+    b = Batcher(fn, strategy=Dynamic(), max_batch_size=2, max_wait_ms=0)
+    b.subscribe(heard)
+    futures = [b.submit(0)]
+    fn.entered.acquire()
+    futures += [b.submit(1), b.submit(2)]
+    fn.gate.release(2)
+    assert futures[0].result(30) == 0
+    for future in futures[1:]:
+        with pytest.raises(StepFailedError, match=r"its outcome could not be handed out: Bug\('class'\)"):
+            future.result(30)
+    b.close()
+    assert [r.reason for r in heard.requests] == [FinishReason.STOP, FinishReason.ERROR, FinishReason.ERROR]
+
+
+def test_an_outcome_that_somebody_else_has_set_costs_those_behind_it_no_wait() -> None:
+    fn = Gated()
+    b = Batcher(fn, strategy=Dynamic(), max_batch_size=3, max_wait_ms=0)
+    futures = [b.submit(0)]
+    fn.entered.acquire()
+    futures += [b.submit(i) for i in (1, 2, 3)]
+    futures[2].set_result("set")
+    fn.gate.release(2)
+    assert [future.result(30) for future in futures[:3]] == [0, 1, "set"]
+    assert isinstance(futures[3].exception(30), StepFailedError)
+    b.close()
 
 
 def test_in_virtual_time_a_fault_is_raised() -> None:

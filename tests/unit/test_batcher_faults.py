@@ -302,7 +302,7 @@ def test_a_callback_that_raises_keeps_nobody_else_waiting(bad: type[BaseExceptio
 
 
 FORKS = """
-import os, sys
+import os, sys, threading
 from runtime import Batcher, batch
 from runtime.errors import EngineClosedError
 
@@ -311,7 +311,11 @@ def double(items):
     return [2 * item for item in items]
 
 assert double(2) == 4
+gate = threading.Event()
+slow = Batcher(lambda items: gate.wait(30) and items)
+running = slow.submit(1)
 heard = []
+slow._pool.lock.acquire()
 double.batcher._pool.lock.acquire()  # as by a worker, in the moment of the fork
 child = os.fork()
 if child == 0:
@@ -320,11 +324,27 @@ if child == 0:
     except EngineClosedError as error:
         assert "before this one was forked" in str(error), error
         double.close()
+        calls = [
+            slow.view, lambda: slow.set_knobs(max_batch_size=2), lambda: slow.set_slo("e2e=1s"), lambda: slow.acquire("x"),
+            running.result, running.exception, lambda: slow.call(1), lambda: list(slow.map([1])),
+        ]
+        for call in calls:
+            try:
+                call()
+            except EngineClosedError as error:
+                assert "before this one was forked" in str(error), error
+            else:
+                os._exit(2)
+        assert slow.closed and not running.cancel()
         sys.exit(7)  # as a process ends
     os._exit(1)
 double.batcher._pool.lock.release()
+slow._pool.lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert double(4) == 8
+assert not slow.closed and slow.view()
+gate.set()
+assert running.result(30) == 1
 """
 
 

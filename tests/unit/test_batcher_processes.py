@@ -34,6 +34,16 @@ class Model:
     def times(self, items):
         return items
 
+class Unreadable:
+    def __reduce__(self):
+        return (unreadable, ())
+
+def unreadable():
+    raise OSError("cannot be read back")
+
+def answers(items):
+    return [Unreadable() if item == "unreadable" else os.getpid() for item in items]
+
 def sleepy(items):
     if "hang" in items:
         time.sleep(3600)
@@ -191,3 +201,17 @@ def test_an_item_behind_one_that_timed_out_runs(module: ModuleType, monkeypatch:
         with pytest.raises(RequestTimeoutError):
             late.result(30)
         assert behind.result(120)
+
+
+def test_what_cannot_be_sent_or_read_is_no_death_of_the_process(module: ModuleType) -> None:
+    class Unsendable:
+        def __reduce__(self) -> Any:
+            raise EOFError("cannot be sent")
+
+    with Batcher(module.answers, processes=True, strategy="dynamic", max_batch_size=1) as b:
+        pid = b.submit("run").result(120)
+        with pytest.raises(OSError, match="cannot be read back"):
+            b.submit("unreadable").result(120)
+        with pytest.raises(EOFError, match="cannot be sent"):
+            b.submit(Unsendable()).result(120)
+        assert b.submit("run").result(120) == pid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from typing import Any
@@ -10,10 +11,13 @@ import pytest
 
 from runtime.errors import RejectedError, StepFailedError
 from runtime.llm.admission import AdmissionPolicy
+from runtime.ordering import Queued
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request
 from runtime.shared.listeners import Listeners
+from runtime.tunable import SchedulerView
 from tests.engines import bench
+from tests.unit.scheduler_world import World
 
 
 class Picky:
@@ -94,6 +98,74 @@ def test_a_listener_that_raises_what_is_no_exception_is_cut_off(caplog: pytest.L
         b.executor.go()
         assert waits.result(timeout=30).token_ids and running.result(timeout=30).token_ids and not b.engine.closed
     assert caplog.text.count("raised and will hear no more") == 1
+
+
+class Raises:
+    """A step policy, an ordering that learns, and a listener, whose ``method`` raises ``error``."""
+
+    def __init__(self, method: str, error: BaseException) -> None:
+        self._method, self._error = method, error
+
+    def _call(self, method: str) -> None:
+        if method == self._method:
+            raise self._error
+
+    def budget(self, view: SchedulerView) -> int:
+        self._call("budget")
+        return view.knobs.token_budget
+
+    def key(self, queued: Queued) -> float:
+        self._call("key")
+        return queued.arrival
+
+    def took(self, queued: Queued, key: float) -> None:
+        self._call("took")
+
+    def left(self, queued: Queued, key: float) -> None:
+        self._call("left")
+
+    def on_step(self, record: StepRecord) -> None:
+        self._call("on_step")
+
+    def on_request(self, record: RequestRecord) -> None:
+        self._call("on_request")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+@pytest.mark.parametrize("method", ["budget", "key", "took", "left", "on_step", "on_request"])
+def test_what_is_no_exception_ends_no_engine_in_its_thread(method: str, error: BaseException) -> None:
+    raises = Raises(method, error)
+    with bench(ordering=raises, max_queue=8) as b:
+        b.engine.set_step_policy(raises)
+        b.engine.subscribe(raises)
+        if method == "left":
+            b.decoding(1)
+            waits = b.engine.submit([1], max_tokens=2, request_id="waits")
+            waits.cancel()
+            b.executor.go()
+        if method == "key":
+            with pytest.raises(StepFailedError, match="its ordering raised"):
+                b.engine.submit([1], max_tokens=2).result(timeout=30)
+        else:
+            assert b.engine.submit([1], max_tokens=2).result(timeout=30).token_ids
+        assert b.engine.error is None and not b.engine.closed
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("method", ["budget", "key", "took", "left", "on_step", "on_request"])
+def test_what_a_signal_handler_raises_in_a_policy_or_an_ordering_ends_the_program(
+    method: str, error: BaseException
+) -> None:
+    """In the main thread, where a simulation runs."""
+    w = World(kv_blocks=20, ordering=Raises(method, error))  # type: ignore[arg-type]
+    w.core.settings.set_policy(Raises(method, error))
+    with pytest.raises(type(error)):
+        first = w.add(prompt=[1, 2], max_tokens=2)
+        if method == "left":
+            w.cancel(first)
+        while True:
+            w.step()
+    assert w.core.settings.policy is not None
 
 
 class Hears:

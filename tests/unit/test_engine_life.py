@@ -308,6 +308,7 @@ def test_ctrl_c_within_a_submit_costs_nobody_else_their_engine(monkeypatch: pyte
             b.engine.submit("a", request_id="mine", max_tokens=3)
         b.heard.request()
         assert len(b.engine.submit("b", request_id="other", max_tokens=3).result(timeout=30).token_ids) == 3
+        assert b.engine._loop._on_the_way == 0
 
 
 class Signalled(dict[str, Any]):

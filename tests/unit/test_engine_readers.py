@@ -31,6 +31,30 @@ def test_a_consumer_that_stops_reading_holds_up_nobody() -> None:
         assert len(list(reader)) == 199
 
 
+def test_a_wait_that_is_collected_under_the_lock_holds_nobody_up() -> None:
+    """Left behind by a closed event loop, it ends in whatever thread allocates next, such as one that holds the lock."""
+    with bench() as b:
+        (stream,) = b.decoding(1)
+        buffer = stream._buffer
+        waits = buffer.wait_async(None)
+        loop = asyncio.new_event_loop()
+
+        async def begins() -> None:
+            waits.send(None)
+
+        loop.run_until_complete(begins())
+        loop.close()
+
+        def collects() -> None:
+            with buffer._lock:
+                waits.close()
+
+        thread = threading.Thread(target=collects, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
 def forget(stream: Stream) -> None:
     pass
 

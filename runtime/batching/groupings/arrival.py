@@ -39,6 +39,8 @@ class Line:
         while items and items[0].state is not WAITING:
             items.popleft()
             self._gone -= 1
+        if not items:
+            self._gone = 0  # one whose submit was interrupted may have left without having come
         if self._gone > 64 and 2 * self._gone > len(items):
             self._items = deque(self)
             self._gone = 0
