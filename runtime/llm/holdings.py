@@ -15,6 +15,33 @@ WORTH_WAITING: Final = 256
 step at no cost beside reading the weights: fewer are computed twice sooner than a step is waited for."""
 
 
+class Computing:
+    """What prompts in progress compute in a step, and behind it."""
+
+    __slots__ = ("_ahead", "_blocks", "_kv", "chunks")
+
+    def __init__(self, kv: KVBlocks, worth_waiting: int) -> None:
+        self._kv, self._ahead = kv, -(-worth_waiting // kv.block_size)
+        self.chunks = 0
+        """How many of the step's have been added."""
+        self._blocks: dict[int, set[int]] = {}  # by place: hashes of those that it takes to be worth waiting for
+
+    def add(self, sequence: Sequence, published: int) -> None:
+        """``sequence`` goes on behind so many tokens whose blocks can be found."""
+        at = published // self._kv.block_size + self._ahead - 1
+        if at < len(sequence.hashes):
+            self._blocks.setdefault(at, set()).add(sequence.hashes[at])
+
+    def awaited_by(self, sequence: Sequence) -> bool:
+        """Whether ``sequence``, whose turn it is, had better wait for some of it: it has much in common with what is still to
+        come. Hashes are chained: who has a block in common has all before it."""
+        hashes, last = sequence.hashes, (sequence.target - 1) // self._kv.block_size
+        for at, digests in self._blocks.items():
+            if at < min(last, len(hashes)) and hashes[at] in digests and not self._kv.knows(hashes[at]):
+                return True
+        return False
+
+
 class Holdings:
     """The blocks of one scheduler's sequences. ``hasher`` lets outputs be found as prefixes too."""
 
@@ -32,32 +59,29 @@ class Holdings:
         known = len(self._kv.lookup(sequence.hashes, (sequence.target - 1) // self._kv.block_size))
         return sequence.target - known * self._kv.block_size
 
-    def queued(self, sequence: Sequence) -> None:
+    def count(self, sequence: Sequence) -> None:
         """``sequence`` is about to wait: count what it has to compute, without what others are going to compute before."""
         size = self._kv.block_size
         sequence.uncached = sequence.pending = self.uncached(sequence)
-        if not sequence.hashes:
-            return
-        known, coming = (sequence.target - sequence.uncached) // size, self._coming
-        if coming:
-            shared = takewhile(coming.__contains__, sequence.hashes[known : (sequence.target - 1) // size])
-            sequence.pending -= size * sum(1 for _ in shared)
-        coming.add(sequence, sequence.hashes[known : sequence.target // size])
+        if self._coming and sequence.hashes:
+            known = (sequence.target - sequence.uncached) // size
+            shared = takewhile(self._coming.__contains__, sequence.hashes[known : (sequence.target - 1) // size])
+            sequence.pending -= size * len(list(shared))
+
+    def queued(self, sequence: Sequence) -> None:
+        """``sequence`` waits: others count on what it is going to compute."""
+        if sequence.hashes:
+            size = self._kv.block_size
+            known = (sequence.target - sequence.uncached) // size
+            self._coming.add(sequence, sequence.hashes[known : sequence.target // size])
 
     def settled(self, sequence: Sequence) -> None:
-        """The prompt of ``sequence`` is computed and published, or is not going to be."""
+        """The prompt of ``sequence`` is computed and published, or will not be, or not before those of others."""
         self._coming.drop(sequence)
 
-    def awaits(self, sequence: Sequence, begun: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether ``sequence``, whose turn it is, had better wait for one of ``begun``, whose prompts are being computed: it has
-        much in common with what is still to come of it. Each comes with the tokens whose blocks are published."""
-        size, hashes = self._kv.block_size, sequence.hashes
-        ahead, last = -(-self.worth_waiting // size), (sequence.target - 1) // size
-        for other, published in begun:
-            at = published // size + ahead - 1  # chained: who has this block in common has all before it
-            if at < min(last, len(other.hashes)) and hashes[at] == other.hashes[at] and not self._kv.knows(hashes[at]):
-                return True
-        return False
+    def computing(self) -> Computing:
+        """An empty record of what one step computes."""
+        return Computing(self._kv, self.worth_waiting)
 
     def fits(self, sequence: Sequence, spare: int, *, whole: bool = True) -> bool:
         """Give ``sequence`` the blocks of all its known tokens, if ``spare`` suffice; what was computed before is found. Without

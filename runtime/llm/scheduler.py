@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from runtime.knobs import Knobs
 from runtime.llm.admission import Admission, Verdict, rejected
 from runtime.llm.decodes import Decodes
 from runtime.llm.drafts import Drafter
-from runtime.llm.holdings import Holdings
+from runtime.llm.holdings import Computing, Holdings
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import Chunk, StepPlan, StepResult
 from runtime.llm.slack import SlackTracker
@@ -39,6 +39,10 @@ from runtime.request import Request, Sequence, TokenHasher
 from runtime.slo import SLO
 
 Finished = tuple[Sequence, RequestRecord]
+
+
+_MOST_ASIDE: Final = 256
+"""How many a step passes over that wait for a prompt in progress, before those behind them wait with them."""
 
 
 class Unsettled(NamedTuple):
@@ -202,8 +206,9 @@ class Scheduler:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        self.holdings.queued(sequence)
+        self.holdings.count(sequence)
         self.waiting.push(sequence)
+        self.holdings.queued(sequence)
         self.slack.queued(sequence)
 
     # -- planning a step ----------------------------------------------------------------------------------------------
@@ -315,7 +320,7 @@ class Scheduler:
         in_progress = len(begun)
         slots = min(knobs.max_batch_size, knobs.token_budget) - decoding - in_progress
         turn, yielding = 0, False
-        recount = partial(self._recount, chunks)
+        recount, computing = partial(self._recount, chunks), self.holdings.computing()
         held_until = None if knobs.max_wait_ms else -inf
         while True:
             head = None if held else waiting.peek()
@@ -343,8 +348,10 @@ class Scheduler:
                 held = LimitedBy.SLOTS
             elif left <= 0:
                 return LimitedBy.BUDGET, inf
-            elif head.hashes and self._awaits(head, chunks):
+            elif head.hashes and self._awaits(head, chunks, computing):
                 aside.append(waiting.set_aside())
+                if len(aside) == _MOST_ASIDE:
+                    held = limited
             elif (
                 admission is not None
                 and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:], recount)) is not None
@@ -378,16 +385,20 @@ class Scheduler:
             return list(self.prefills)
         return sorted(self.prefills, key=rank)
 
-    def _awaits(self, head: Sequence, chunks: list[Chunk]) -> bool:
+    def _awaits(self, head: Sequence, chunks: list[Chunk], computing: Computing) -> bool:
         """Whether ``head``, whose turn it is, had better begin behind a step, for what others compute in it. Those go before it:
         each step brings that nearer. ``by_chunk`` blocks can be found as soon as they are handed out."""
         if self.by_chunk:
             return False
         unsettled = self._unsettled
-        begun = [(chunk.sequence, unsettled.get(chunk.sequence, chunk.start)) for chunk in chunks]
-        if unsettled:
-            begun += [(sequence, start) for sequence, start in unsettled.items() if sequence.state != "prefill"]
-        return self.holdings.awaits(head, begun)
+        if not computing.chunks:
+            for sequence, start in unsettled.items():
+                if sequence.state in ("decode", "left"):
+                    computing.add(sequence, start)
+        for chunk in chunks[computing.chunks :]:
+            computing.add(chunk.sequence, unsettled.get(chunk.sequence, chunk.start))
+        computing.chunks = len(chunks)
+        return computing.awaited_by(head)
 
     def _recount(self, chunks: list[Chunk], sequence: Sequence) -> bool:
         if not sequence.hashes:
@@ -411,6 +422,7 @@ class Scheduler:
         else:
             put_behind(sequence)
         self.slack.left(sequence)
+        self.holdings.settled(sequence)
 
     def _admit(self, sequence: Sequence, now: float, chunks: list[Chunk]) -> bool:
         """Give ``sequence`` the blocks of all its known tokens, if blocks to grow by are left for every decode. ``by_chunk`` it

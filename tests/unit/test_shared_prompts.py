@@ -8,14 +8,19 @@ import pytest
 
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival
-from runtime.errors import RejectedError
+from runtime.errors import StepFailedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.holdings import Computing
+from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.prefill_rate import RateSource
+from runtime.ordering import Fcfs
 from runtime.records import FinishReason, RequestRecord
+from runtime.request import Request, SamplingParams, Sequence
+from runtime.slo import SLO, RequestClass
 from tests.unit.control_world import Formula
 from tests.unit.late_executor import LateWorld
-from tests.unit.scheduler_world import BLOCK, World
+from tests.unit.scheduler_world import BLOCK, World, chain
 from tests.unit.test_scheduler import chunks, last, world
 
 DOCUMENT = [7] * 40
@@ -134,6 +139,34 @@ def test_no_more_blocks_are_remembered_than_the_pool_has() -> None:
     assert not len(w.scheduler.holdings._coming)
 
 
+def test_an_ordering_that_raises_leaves_nothing_to_count_on() -> None:
+    class Raises(Fcfs):
+        def key(self, request: Request) -> float:
+            raise ValueError("no place")
+
+    w = shared()
+    own = w.scheduler.waiting.ordering
+    w.scheduler.reorder(Raises())
+    with pytest.raises(StepFailedError):
+        w.add(DOCUMENT)
+    w.scheduler.reorder(own)
+    w.live.clear()
+    w.scheduler.check_integrity()
+    assert not len(w.scheduler.holdings._coming)
+
+
+def test_a_prompt_with_fewer_names_than_blocks_awaits_nobody() -> None:
+    """As of one that was preempted, where outputs are not named."""
+
+    def sequence(named: int) -> Sequence:
+        request = Request("r", tuple(DOCUMENT), SamplingParams(), 4, 0.0, block_hashes=chain(DOCUMENT)[:named])
+        return Sequence(request)
+
+    computing = Computing(KVBlocks(100, BLOCK), BLOCK)
+    computing.add(sequence(10), 5 * BLOCK)
+    assert computing.awaited_by(sequence(10)) and not computing.awaited_by(sequence(3))
+
+
 # -- who is rejected --------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +184,7 @@ class Engine(SimulatedEngine):
         )  # fmt: skip
         self.set_admission(self.admission, source=Rate())
         self.records: list[RequestRecord] = []
-        self.asked = self.refused = 0
+        self.asked = 0
         self.subscribe(self)
 
     def on_step(self, record: object) -> None:
@@ -160,14 +193,11 @@ class Engine(SimulatedEngine):
     def on_request(self, record: RequestRecord) -> None:
         self.records.append(record)
 
-    def ask(self, prompts: int, document: int, own: int, at: float = 0.0) -> None:
+    def ask(self, prompts: int, document: int, own: int, at: float = 0.0, request_class: str = "default") -> None:
         for _ in range(prompts):
             self.asked += 1
-            arrival = Arrival(at, document + own, 2, ((0, document), (self.asked, own)))
-            try:
-                self.offer(arrival, f"r{self.asked}", due=at, shared=True)
-            except RejectedError:
-                self.refused += 1
+            arrival = Arrival(at, document + own, 2, ((0, document), (self.asked, own)), request_class=request_class)
+            self.offer(arrival, f"r{self.asked}", due=at, shared=True)
 
 
 @pytest.mark.parametrize("budget", [512, 8192])
@@ -176,7 +206,7 @@ def test_eight_questions_about_one_long_document_are_all_answered(budget: int) -
     engine = Engine(budget)
     engine.ask(8, 3000, 32)
     engine.run()
-    assert engine.refused == 0 and [r.reason for r in engine.records] == [FinishReason.LENGTH] * 8
+    assert [r.reason for r in engine.records] == [FinishReason.LENGTH] * 8
     assert max(r.ttft or 9.0 for r in engine.records) < 0.36
 
 
@@ -189,9 +219,22 @@ def test_where_the_one_that_all_count_on_is_cancelled_the_next_takes_its_place()
     engine.core.finish(first, FinishReason.CANCELLED, 0.02)
     engine.ask(1, 0, 1300, at=0.02)  # accepted: those before it still count on the first
     engine.run()
-    assert engine.refused == 0
     ends = {r.id: (r.reason, r.cached_tokens) for r in engine.records}
     assert ends == {
         "r1": (FinishReason.LENGTH, 0), "r3": (FinishReason.LENGTH, 0), "r4": (FinishReason.LENGTH, 1488),
         "r5": (FinishReason.REJECTED, 0),
     }  # fmt: skip
+
+
+def test_nobody_counts_on_one_that_is_relegated() -> None:
+    """It is computed last: who comes for the same document computes all of it before."""
+    engine = Engine(512, classes=[RequestClass("batch", SLO(ttft_ms=100), weight=0.2)])
+    engine.ask(1, 0, 3000)
+    engine.run_until(0.01)
+    engine.ask(1, 1500, 32, at=0.01, request_class="batch")  # late behind the other
+    assert engine.scheduler.waiting.relegated_tokens == 1532
+    engine.ask(1, 2500, 32, at=0.01)
+    (refused,) = engine.records
+    assert (refused.id, refused.reason) == ("r3", FinishReason.REJECTED), (
+        "it is late whoever computes 1,500 of it some day"
+    )

@@ -133,7 +133,7 @@ class KvPool:
         if not size or not named or getattr(request, "skip_reading_prefix_cache", False):
             return 0
         hashes = request.block_hashes[cached // size : (request.num_tokens - 1) // size]
-        return size * sum(1 for _ in takewhile(named.__contains__, hashes))
+        return size * len(list(takewhile(named.__contains__, hashes)))
 
 
 def _group(manager: Any, pool: object, longest: int) -> _Group | None:

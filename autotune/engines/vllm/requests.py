@@ -125,11 +125,11 @@ class SteeredRequests:
         ours, self.coming = self.coming or self._request_of(request), None
         sequence = Sequence(ours)
         sequence.data = request
+        self._queue(sequence)  # raises where the ordering does
         self.newest, self.refusal, self._outweighed = sequence, None, []
         self._by_name[request.request_id] = sequence
         self._said[request.request_id] = int(request.priority)
         self._families.joined(request.request_id, sequence, ours.arrival)
-        self._queue(sequence)
         if ours.expires is not None:
             self._expiries.add(sequence, ours.expires)
         if self._admission is not None and not self._families.doomed:
@@ -149,6 +149,7 @@ class SteeredRequests:
             self._outweighed = [(one, verdict) for one in others]
         elif self._relegates(admission, sequence, verdict):
             self.slack.left(sequence)
+            self._to_come.drop(sequence)
             self.waiting.relegate(sequence)
         else:
             self.refusal = verdict
@@ -207,8 +208,8 @@ class SteeredRequests:
         sequence.uncached = self._uncached(sequence)
         cached = target - sequence.uncached
         sequence.pending = sequence.uncached - self.kv.shared(request, cached, self._to_come)
-        self._to_come.add(sequence, self.kv.named(request, cached, target))
         self.waiting.push(sequence)
+        self._to_come.add(sequence, self.kv.named(request, cached, target))
         self.slack.queued(sequence)
 
     def _uncached(self, sequence: Sequence) -> int:
@@ -245,6 +246,7 @@ class SteeredRequests:
         if sequence.relegated is not None:
             return
         self.slack.left(sequence)
+        self._to_come.drop(sequence)
         if sequence.state != "waiting":
             put_behind(sequence)
             return

@@ -99,7 +99,8 @@ ALIKE = 0.01  # share of requests: sizes of a step that have nearly as many in t
 
 # Chosen on the loads of tests/unit/test_no_less_than_the_start.py, of which made-up ones had shown the fault.
 
-STARVED = 512  # prompt tokens of a step whose targets leave room for none, where prompts would be late
+STARVED = 512  # prompt tokens of a step whose targets leave room for none, where prompts are in a hurry
+HURRY = 0.5  # of the tightest TTFT: who has less left is
 
 # Not tuned: windows, and bounds on what is said without proof.
 

@@ -12,8 +12,8 @@ Where all prompts have longer than the tightest TTFT, as those of batch beside c
 nearly as many prompt tokens a second: who comes next may have no more time than that, and waits for the step in flight.
 
 Where decodes alone are within the target, and no prompt token has a place beside them, all prompts would wait until nothing
-decodes. If those are late by it a step holds ``STARVED`` of them, and all where an ITL alone is in the way: each such step makes
-a gap too long for everybody, so few are better than many.
+decodes, or decodes are ahead. If by steps of ``STARVED`` tokens the oldest would have less than ``HURRY`` of its TTFT left, one
+holds as many, or all where an ITL alone is in the way: each such step makes a gap too long for everybody, so few are better.
 
 Where steps overlap, slack is as of the end of the step in flight, as predicted.
 
@@ -146,10 +146,11 @@ class StepBudget:
         if allowed == math.inf:
             return top
         prefill = self._most_prefill(view, allowed)
-        alone = self._seconds(view, 0) <= target / min(1.0, self._gain.value)
-        if prefill < 1 and alone and self._queue_suffers(view, allowed):
+        if prefill < 1 and self._seconds(view, 0) <= target / min(1.0, self._gain.value):
             # Decodes alone are within the target, but beside a prompt no step is, or who is behind does not catch up.
-            prefill = constants.STARVED if self._targets.mean < math.inf else math.inf
+            seconds = self._seconds(view, constants.STARVED)
+            if self._late_in(view, constants.STARVED, seconds, constants.HURRY):
+                prefill = constants.STARVED if self._targets.mean < math.inf else math.inf
         if prefill >= top:
             return top
         tokens = decodes + max(0, int(prefill))
@@ -179,15 +180,18 @@ class StepBudget:
 
         One request behind its schedule would otherwise hold back every prompt, and all of those would be late.
         """
+        return self._late_in(view, self._most_prefill(view, allowed), allowed)
+
+    def _late_in(self, view: SchedulerView, prefill: float, seconds: float, reserve: float = 0.0) -> bool:
+        """The same of steps of so many prompt tokens and seconds; ``reserve``: of the TTFT, which the oldest is to keep."""
         first = self._targets.first
         if first == math.inf:
             return False
         if self._targets.mixed and view.prompt_slack > -math.inf:  # who has waited longest may have all the time
             return view.prompt_slack < (1 - constants.WAITED) * first
         left = first if view.oldest_arrival == math.inf else view.oldest_arrival + first - view.now
-        prefill = self._most_prefill(view, allowed)
         tokens = view.waiting_tokens - view.relegated_tokens + view.prefilling_tokens
-        return prefill < 1 or tokens / prefill * allowed > left
+        return prefill < 1 or tokens / prefill * seconds > left - reserve * first
 
     def _most_prefill(self, view: SchedulerView, seconds: float) -> float:
         """Prompt tokens of a step that takes ``seconds``, those of prompts in progress first; negative if decodes take longer."""
