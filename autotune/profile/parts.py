@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 
+UNBOUNDED_GAIN = 1000.0
+"""The upper end of a gain's interval that has none: a ratio beyond it says no more."""
+
 NUMBERED = "CPU 0x"
 """What the name of an ARM CPU begins with: its implementer and part follow."""
 
@@ -268,7 +271,10 @@ class Tally(Part):
     offered: Count = Field(description="requests due in the windows, those cancelled by the client left out")
     met: Count = Field(description="of them, those that met every target")
     attainment: Share = Field(description="met / offered")
-    attainment_low: Share = Field(description="lower end of its 95% interval")
+    attainment_low: Share = Field(
+        description="lower end of its 95% interval: over the seeds of simulations under several, else over blocks of seconds; "
+        "over single requests where all or none met the SLO"
+    )
     attainment_high: Share = Field(description="upper end of its 95% interval")
 
     @model_validator(mode="after")
@@ -393,15 +399,16 @@ class Gain(Part):
 
     ratio: AboveZero
     low: Amount = Field(
-        description="95% interval: Student's t over blocks, at the least what `noise` makes of one setting"
+        description="95% interval: Fieller's of the ratio, over blocks, at the least what `noise` makes of one setting"
     )
-    high: AboveZero
+    high: AboveZero = Field(description="its upper end; 1000 or more: none")
     requests: Count = Field(description="requests offered to the recommended setting in what is compared")
     paired: bool = Field(description="whether both met the same requests")
     block_s: AboveZero | None = Field(
         default=None,
-        description="mean length of the blocks, s; null in profiles of earlier versions, whose interval is a bootstrap over "
-        "single seconds, which is too narrow",
+        description="mean length of the blocks, s: 4, shorter where the windows hold fewer than five of them, and 1 where they "
+        "last less than 10 s together; longer where they hold more than 30. null in profiles of earlier versions, whose interval "
+        "(a bootstrap over single seconds) claimed too much",
     )
 
     @property
@@ -411,8 +418,14 @@ class Gain(Part):
 
     @property
     def certain(self) -> bool:
-        """Whether the interval is one to go by: of the same requests, and not over single seconds as in earlier versions."""
+        """Whether the interval is one to go by: of the same requests, and not by the rule of earlier versions, which claimed
+        too much."""
         return self.paired and self.block_s is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the interval has an upper end: it has none where the baseline's goodput is not clearly above 0."""
+        return self.high < UNBOUNDED_GAIN
 
 
 class SimulationFacts(Part):

@@ -16,13 +16,12 @@ from scipy.special import stdtrit
 from autotune.measure.score import Latency, Score
 from autotune.profile import RECOMMENDED, Profile
 from autotune.profile.callable import BatcherSetting, CallablePoint, StrategyName, setting_of
-from autotune.profile.parts import ClassPoint, Gain, Part, Point, Spread, StepPoint
+from autotune.profile.parts import UNBOUNDED_GAIN, ClassPoint, Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 
 Stage = Literal["simulation", "search", "validation", "capacity"]
-_MOST_GAIN = 1000.0  # a ratio beyond it says no more
-_MOST_EXPONENT = 50.0
+_LEAST_RATIO = 1e-4  # above 0, as a profile has it
 _TWO_SIDED = 1.96  # deviations, of 95% of a normal distribution
 _BLOCK_S = 4.0  # what lasts as long is nearly independent of the rest, unless a backlog outlasts it
 _FEWEST_BLOCKS, _MOST_BLOCKS = 5, 30  # of an interval, where there are so many seconds
@@ -202,8 +201,8 @@ def goodput_spread(blocks: Floats, window_s: float, runs: tuple[float, ...]) -> 
     """The mean goodput over ``window_s`` seconds and its 95% interval: Student's t over ``blocks`` (offered and met in each).
 
     Requests of a burst are late together, so single requests are no independent sample, nor are single seconds; blocks of
-    several seconds nearly are. Where a backlog outlasts a block, as near capacity, the interval is too narrow. One block has
-    no interval: both ends are the mean.
+    four seconds nearly are. Short windows allow only shorter blocks (:func:`_in_blocks`). Where a backlog outlasts a block, as
+    near capacity, the interval is too narrow. One block has no interval: both ends are the mean.
     """
     met = blocks[:, 1]
     mean = float(met.sum()) / window_s
@@ -233,7 +232,7 @@ def attainment_interval(met: int, offered: int, clusters: Floats) -> tuple[float
 
 
 def _clusters(runs: Sequence[Run], by_seed: Sequence[Sequence[Score]]) -> Floats:
-    """What varies by itself: in simulation each seed, of several, whose runs are long; else blocks of several seconds."""
+    """What varies by itself: in simulation each seed, of several, whose runs are long; else blocks of seconds."""
     if runs[0].stage == "simulation" and len(by_seed) > 1:
         return np.array([[_mean(same, lambda s: s.offered), _mean(same, lambda s: s.met)] for same in by_seed])
     return _in_blocks(by_seed)
@@ -242,23 +241,24 @@ def _clusters(runs: Sequence[Run], by_seed: Sequence[Sequence[Score]]) -> Floats
 def _in_blocks(by_seed: Sequence[Sequence[Score]]) -> Floats:
     """Requests offered and met in each of some blocks of equal length, in order; means over runs of one seed.
 
-    Of 4 s, longer where that makes more than 30, shorter where it makes fewer than 5. No block holds parts of two seeds.
+    Of at most 4 s, or of a thirtieth of all windows where that is longer; shorter where it makes fewer than 5: 1 s where the
+    windows last less than 10 s together. No block holds parts of two seeds.
     """
     windows = [np.array(_mean_blocks(same), dtype=float).reshape(-1, 2) for same in by_seed]
     second = sum(_mean(same, lambda s: s.window_s) for same in by_seed) / max(1, sum(map(len, windows)))
     total = sum(map(len, windows))
     length = max(1, min(total // _FEWEST_BLOCKS, max(round(_BLOCK_S / second), math.ceil(total / _MOST_BLOCKS))))
-    parts = (part for w in windows if len(w) for part in np.array_split(w, max(1, len(w) // length)))
+    parts = (part for w in windows if len(w) for part in np.array_split(w, -(-len(w) // length)))
     return np.array([part.sum(axis=0) for part in parts]).reshape(-1, 2)
 
 
 def gain(mine: Sequence[Run], base: Sequence[Run], noise: float = 0.0) -> Gain | None:
     """Requests/s within the SLO of ``mine`` over those of ``base``: the ratio and its 95% interval. None where one met none.
 
-    Where both have runs under the same seeds those alone are compared: they met the same requests, so each block of several
-    seconds of one is compared with the same block of the other, and the luck of the arrivals cancels out. The interval is
-    Student's t over the blocks, of the logarithm; and at the least what runs of one setting differ by in 95 of 100 cases,
-    whose coefficient of variation is ``noise`` (:func:`beyond_noise`): a slow minute of the machine outlasts the blocks.
+    Where both have runs under the same seeds those alone are compared: they met the same requests, so each block of seconds
+    (:func:`_in_blocks`) of one is compared with the same block of the other, and the luck of the arrivals cancels out. The
+    interval is Fieller's over the blocks (:func:`_fieller`); and at the least what runs of one setting differ by in 95 of 100
+    cases, whose coefficient of variation is ``noise`` (:func:`beyond_noise`): a slow minute of the machine outlasts the blocks.
     """
     common = {run.score.seed for run in mine} & {run.score.seed for run in base}
     sides = [[run for run in runs if not common or run.score.seed in common] for runs in (mine, base)]
@@ -267,16 +267,11 @@ def gain(mine: Sequence[Run], base: Sequence[Run], noise: float = 0.0) -> Gain |
     if not (base_met.sum() and mine_met.sum()):
         return None
     ratio = float((mine_met.sum() / mine_s) / (base_met.sum() / base_s))
-    above, below = mine_met / mine_met.mean(), base_met / base_met.mean()
-    if common and len(above) == len(below):
-        error, count = _standard_error(above - below), len(above)
-    else:
-        error, count = math.hypot(_standard_error(above), _standard_error(below)), min(len(above), len(below))
-    apart = math.exp(min(_student(count) * error, _MOST_EXPONENT)) if count > 1 else _MOST_GAIN
+    low, high = _fieller(mine_met / mine_met.mean(), base_met / base_met.mean(), paired=bool(common))
     found = Gain(
-        ratio=_round(ratio),
-        low=_round(ratio / apart),
-        high=_round(min(ratio * apart, max(ratio, _MOST_GAIN))),
+        ratio=max(_LEAST_RATIO, _round(ratio)),
+        low=_round(ratio * low),
+        high=_capped(ratio * high, ratio),
         requests=round(float(mine_blocks[:, 0].sum())),
         paired=bool(common),
         block_s=_round(mine_s / len(mine_met)),
@@ -284,11 +279,34 @@ def gain(mine: Sequence[Run], base: Sequence[Run], noise: float = 0.0) -> Gain |
     return beyond_noise(found, noise, len(sides[0]), len(sides[1]))
 
 
+def _fieller(above: Floats, below: Floats, *, paired: bool) -> tuple[float, float]:
+    """A 95% interval of the ratio of the means of two series, each of mean 1: Fieller's (1954), no lower than 0.
+
+    It holds each ratio r for which Student's t-test does not tell the mean of ``above`` − r · ``below`` from 0. Both ends are
+    roots of a·r² − 2b·r + c; where the mean of ``below`` is not clearly above 0, a ≤ 0, and there is no upper end (``inf``).
+    ``paired``: values of one index belong together, if there are equally many. A single value has no interval: 0 to ``inf``.
+    """
+    count = min(len(above), len(below))
+    if count < 2:
+        return 0.0, math.inf
+    together = paired and len(above) == len(below)
+    squared = _student(count) ** 2
+    b = 1 - squared * (float(np.cov(above, below)[0, 1]) / count if together else 0.0)
+    a, c = (1 - squared * float(values.var(ddof=1)) / len(values) for values in (below, above))
+    root = math.sqrt(max(0.0, b * b - a * c))
+    return (c / (b + root) if c > 0 else 0.0), ((b + root) / a if a > 0 else math.inf)
+
+
+def _capped(high: float, ratio: float) -> float:
+    """The upper end of a gain's interval as a profile has it: finite, and not below the ratio."""
+    return max(_LEAST_RATIO, _round(min(high, max(ratio, UNBOUNDED_GAIN))))
+
+
 def beyond_noise(found: Gain, noise: float, mine: int, base: int) -> Gain:
     """``found`` with an interval that holds what chance makes of the ratio of so many runs of ``mine`` to so many of ``base``:
     of one setting they differ by a coefficient of variation of ``noise``."""
     apart = 1 + _TWO_SIDED * noise * math.sqrt(1 / mine + 1 / base)
-    low, high = min(found.low, _round(found.ratio / apart)), max(found.high, _round(found.ratio * apart))
+    low, high = min(found.low, _round(found.ratio / apart)), max(found.high, _capped(found.ratio * apart, found.ratio))
     return found.model_copy(update={"low": low, "high": high})
 
 
@@ -314,8 +332,16 @@ def clearly_better(mine: Sequence[Run], base: Sequence[Run], noise: float) -> bo
 
 def share_interval(low: float, high: float) -> str:
     """An interval of a share in percent, without the sign: ``97–98``, and ``99.6–100`` where a digit more can matter."""
-    digits = 1 if low > 0.99 else 0
-    return "–".join(f"{100 * end:.{digits}f}".removesuffix(".0") for end in (low, high))
+    return "–".join(f"{100 * end:.{_digits(low)}f}".removesuffix(".0") for end in (low, high))
+
+
+def share_beside(share: float, low: float) -> str:
+    """A share as it stands beside its interval, which begins at ``low``: ``98%``, and ``99.6%`` where that has a digit more."""
+    return f"{100 * share:.{_digits(low) if share < 1 else 0}f}%"
+
+
+def _digits(low: float) -> int:
+    return 1 if low > 0.99 else 0
 
 
 def _by_block(runs: Sequence[Run]) -> tuple[float, Floats]:
@@ -324,11 +350,6 @@ def _by_block(runs: Sequence[Run]) -> tuple[float, Floats]:
     for run in sorted(runs, key=lambda run: run.score.seed):
         seeds.setdefault(run.score.seed, []).append(run.score)
     return sum(_mean(same, lambda s: s.window_s) for same in seeds.values()), _in_blocks(list(seeds.values()))
-
-
-def _standard_error(values: Floats) -> float:
-    """Of their mean; 0 of a single one."""
-    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _student(count: int) -> float:

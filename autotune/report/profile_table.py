@@ -12,7 +12,8 @@ from autotune.engines.defaults import VLLM_LABEL
 from autotune.engines.named import knob_name
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Setting
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import known_gain, pareto, share_interval
+from autotune.profiling.points import known_gain, pareto, share_beside, share_interval
+from autotune.profiling.space import is_baseline
 from autotune.report.standing import ahead, compared_by
 from autotune.report.tables import Detail, class_table, fullest, latency, setting_cells, setting_table
 from autotune.report.wording import compared, lateness, sentence, times
@@ -72,7 +73,7 @@ def _drawn(profile: Profile, detail: Detail) -> Table:
         spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if detail < Detail.BARE else ""
         figures = [
             *((latency(point.e2e_mean_ms),) if by_mean else ()),
-            f"{point.attainment * 100:.0f}%{interval}",
+            f"{share_beside(point.attainment, point.attainment_low if full else 0.0)}{interval}",
             f"{point.goodput.mean:.1f}{spread}",
             *((f"{point.throughput.mean:.0f}",) if full else ()),
             *(() if price is None else (money(Objective.of(profile).cost(point.throughput.mean)),)),
@@ -172,8 +173,9 @@ def conclusion(profile: Profile) -> str:
             best = f"the one other setting measured was not {better}"
         else:
             best = f"none of the {count} others measured was {better}"
-        most = max((p for p in others if ahead(p, base)), key=Objective.of(profile).value, default=None)
-        if most is not None:
+        candidates = (p for p in others if not is_baseline(p.label))  # defaults of other engines: pins may forbid them
+        most = max((p for p in candidates if ahead(p, base)), key=Objective.of(profile).value, default=None)
+        if most is not None and profile.objective == "goodput":
             return _measured_ahead(profile, most, base)
         return f"No setting beats vLLM's defaults here: {best}."
     turned = [
@@ -187,14 +189,16 @@ def conclusion(profile: Profile) -> str:
     once = f"; one run of {profile.workload.window_s:.3g} s" if len(setting.point.seeds) == 1 else ""
     if base is None or base.stage != setting.point.stage or base.rate != setting.point.rate:
         return f"{advice}. vLLM's defaults were not measured beside it."
-    if gain is None:  # of a version that did not compare by the second
-        here, there = setting.point, base
-        return (
-            f"{advice}: {here.attainment:.0%} of requests within the SLO "
-            f"({share_interval(here.attainment_low, here.attainment_high)}%), with vLLM's defaults {there.attainment:.0%} "
-            f"({share_interval(there.attainment_low, there.attainment_high)}%)."
-        )
-    if gain.ratio >= 2:
+    best = f"Best by measurement and simulation, {', '.join(turned)}"
+    if gain is None:  # of a version that did not compare the runs, or the defaults met none
+        did = f"{_share(setting.point)} of requests within the SLO, with vLLM's defaults {_share(base)}"
+        if not base.met and ahead(setting.point, base):
+            return f"{advice}: {did}."
+        single = " (intervals of single requests)" if base.met and base.stage == "validation" else ""
+        return f"No clear gain over vLLM's defaults here. {best}: {did}{single}."
+    if not gain.bounded:
+        interval = f"from {times(gain.low)} times as many, without an upper end"
+    elif gain.ratio >= 2:
         interval = f"{times(gain.low)}–{times(gain.high)}"
     elif gain.high >= 3:
         interval = f"{times(gain.low)} to {times(gain.high)} times as many"
@@ -208,17 +212,25 @@ def conclusion(profile: Profile) -> str:
             f"req/s; {few}best by measurement and simulation, {', '.join(turned)}."
         )
     more = compared(gain.ratio, "requests within the SLO", "with vLLM's defaults")
-    narrow = "" if gain.block_s is not None else ", by single seconds, which is too narrow"
-    more += f" (95% interval {interval}{narrow}{once})"
+    before = "" if gain.block_s is not None else ", by the rule of before, which claimed too much"
+    apart = "" if gain.paired else "; the two met different requests"
+    more += f" (95% interval {interval}{before}{apart}{once})"
     if gain.clear:
         return f"{advice}: {more}."
     both = objective.confirmed(setting.point) and objective.confirmed(base)
     met = "; both meet the SLO at this rate" if both else ""
-    return f"No clear gain over vLLM's defaults here. Best by measurement and simulation, {', '.join(turned)}: {more}{met}."
+    return f"No clear gain over vLLM's defaults here. {best}: {more}{met}."
+
+
+def _share(point: Point) -> str:
+    """Its attainment and the interval of that."""
+    interval = share_interval(point.attainment_low, point.attainment_high)
+    return f"{share_beside(point.attainment, point.attainment_low)} ({interval}%)"
 
 
 def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:
-    """Of ``point``, whose interval lies above that of vLLM's defaults, though they were chosen: block by block it does not."""
+    """Of ``point``, whose interval lies above that of vLLM's defaults, though they were chosen: block by block, and beyond
+    what runs of one setting differ by, it does not."""
     mine, other, shares = compared_by(point, base)
     turned = ", ".join(
         f"{knob_name(profile.engine.name, spec.name)}={getattr(point.knobs, spec.name):g}"
@@ -230,9 +242,11 @@ def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:
         if shares
         else f"{mine.mean:.3g} req/s within the SLO against {other.mean:.3g}"
     )
+    runs, window = len(set(point.seeds)), f"{profile.workload.window_s:.3g} s"
+    windows = f"a window of {window}" if runs == 1 else f"{runs} windows of {window}"
     return (
-        f"No setting beats vLLM's defaults beyond chance here. {turned} measured {did}: in so short a window, a burst or two "
-        "can make that difference."
+        f"No setting beats vLLM's defaults beyond chance here. {turned} measured {did}: in {windows}, a burst or two can make "
+        "that difference."
     )
 
 

@@ -142,7 +142,9 @@ def offered_sentence(rate: float, points: Sequence[Point], *, repeated: float) -
         those = "the same" if repeated == 1 else "those of the trace the same"
         under = f", {those} under every seed" + (" and so counted once" if repeated < 1 else "")
     several = seeds > 1 and not repeated
-    over = f" ( ) is a 95% interval over {seeds} seeds." if several else ""
+    one_sided = any(p.met in (0, p.offered) for p in points)
+    single = "; over requests where all or none met the SLO" if one_sided else ""
+    over = f" ( ) is a 95% interval over {seeds} seeds{single}." if several else ""
     return (
         f"Requests arrive at {rate:.3g} req/s in the long run, at {came:.3g} req/s in these simulations: {count} "
         f"requests{under}.{over}"
@@ -204,7 +206,8 @@ def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: 
 
 
 def _between(point: Point, detail: Detail, repeated: bool) -> str:
-    """The interval over seeds; "" where there is one, or the requests are ``repeated`` under each: nothing is known of others."""
+    """The interval over seeds, or over requests where all or none met the SLO; "" where there is one seed, or the requests are
+    ``repeated`` under each: nothing is known of others."""
     if repeated or len(set(point.seeds)) < 2 or detail >= Detail.BARE:
         return ""
     return f" ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from autotune.engines.defaults import VLLM_LABEL
-from autotune.profile import Point, Spread
+from autotune.profile import Gain, Point, Spread
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import known_gain
 from autotune.report import wording
@@ -24,9 +24,10 @@ class Standing:
     """``ratio``: how many times as good as the baseline, None without one; ``clear``: it is better beyond chance.
 
     ``short``: for a title; ``beside``: its second half, None without a baseline; ``sentence``: for the headline, without its
-    subject. The profile's ``gain`` says what is clear, as it does on the terminal. Of profiles without, a difference is claimed
-    only where the intervals do not overlap: those of attainment where both met the same requests, of which as many were offered
-    to each, elsewhere those of goodput, which hold the luck of the arrivals too.
+    subject. The profile's ``gain`` says what is clear, as it does on the terminal. Profiles without claim nothing of what
+    was measured, as they know intervals of either alone, in earlier versions over single requests. Where the baseline met none,
+    or all is simulated, intervals that do not overlap claim a difference: those of attainment where both met the same requests,
+    of which as many were offered to each, elsewhere those of goodput.
     Of a mean E2E no interval is known: both figures are given, and nothing is claimed.
     """
 
@@ -52,7 +53,9 @@ def standing(evidence: Evidence) -> Standing:
     mine, base, shares = compared_by(point, baseline)
     gain = known_gain(evidence.profile)  # of requests that both met: None of versions that did not compare so
     if gain is None or not base.mean:
-        clear, apart = mine.low > base.high, mine.low > base.high or base.low > mine.high
+        by_interval = evidence.simulated or not base.mean
+        clear = by_interval and mine.low > base.high
+        apart = clear or (by_interval and base.low > mine.high)
         ratio = mine.mean / base.mean if base.mean > 0 else None
     else:
         clear, apart, ratio = gain.clear, gain.certain and (gain.low > 1 or gain.high < 1), gain.ratio
@@ -73,19 +76,25 @@ def standing(evidence: Evidence) -> Standing:
         sentence = f"{compared} {here}"
     if not apart and not alike and (base.mean or mine.mean):
         compared = f"no clear difference to {_BASELINE}"
-        old = gain is not None and gain.block_s is None and base.mean and not gain.low <= 1 <= gain.high
-        sentence += (
-            ", a difference that an interval over single seconds does not make certain"
-            if old
-            else ", a difference within the 95% intervals"
-        )
+        sentence += _uncertain(gain, mine, base)
     elif shares and not alike and base.mean:
         sentence += f", with {percent(mine.mean)} attainment on the same requests against {percent(base.mean)}"
     return Standing(ratio, clear, f"{rate}, {compared}", compared, sentence)
 
 
+def _uncertain(gain: Gain | None, mine: Spread, base: Spread) -> str:
+    """Why a difference that was measured is not claimed."""
+    if gain is not None and not gain.paired:
+        return ", but the two met different requests"
+    apart = mine.low > base.high or base.low > mine.high if gain is None else not gain.low <= 1 <= gain.high
+    if not apart:
+        return ", a difference within the 95% intervals"
+    rule = "intervals of either alone, which claim" if gain is None else "the rule of before, which claimed"
+    return f", a difference by {rule} too much"
+
+
 def ahead(point: Point, baseline: Point) -> bool:
-    """Whether the interval of ``point`` lies above that of ``baseline``, by the rule for profiles without ``gain``."""
+    """Whether the interval of ``point`` lies above that of ``baseline``, each by itself: less than :attr:`Gain.clear`."""
     mine, base, _ = compared_by(point, baseline)
     return mine.low > base.high
 

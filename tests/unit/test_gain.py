@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
+from scipy.special import stdtrit
 
 from autotune.profile import Confidence, Profile
-from autotune.profiling.points import Run, clearly_better, gain, known_gain
-from autotune.report.profile_table import conclusion, rows
-from tests.unit.profiles import LARGE, SMALL, VLLM, findings, profile, run
+from autotune.profiling.points import Run, beyond_noise, clearly_better, gain, known_gain, share_beside
+from autotune.report.profile_table import conclusion, rows, table
+from tests.unit.profiles import LARGE, SMALL, VLLM, findings, profile, run, setup
 
 
 def of_seconds(met: list[int], seed: int = 0, **changes: Any) -> Run:
@@ -67,6 +71,82 @@ def test_a_difference_by_luck_is_seldom_called_certain() -> None:
     assert sum(made.low > 1 or made.high < 1 for made in found) < 0.09 * len(found)
 
 
+def overloaded(seconds: int, seed: int, *, better: bool) -> tuple[Run, Run]:
+    """Two runs of the same requests. The second falls behind for seconds at a time, the first too unless it is ``better``."""
+    rng = random.Random(seed)
+    mine: list[int] = []
+    base: list[int] = []
+    while len(base) < seconds:
+        calm, late = rng.randint(1, 3), rng.randint(1, 3)
+        mine += [rng.randint(9, 10) for _ in range(calm)]
+        mine += [rng.randint(8, 9) if better else rng.randint(0, 5) for _ in range(late)]
+        base += [rng.randint(9, 10) for _ in range(calm)] + [rng.randint(0, 5) for _ in range(late)]
+    return of_seconds(mine[:seconds]), of_seconds(base[:seconds], knobs=VLLM)
+
+
+@pytest.mark.parametrize(("seconds", "at_least"), [(6, 0.08), (16, 0.7)])
+def test_a_real_gain_over_a_baseline_that_falls_behind_is_claimed(seconds: int, at_least: float) -> None:
+    """Of some 40%; a baseline whose goodput changes from second to second makes it no noise."""
+
+    def claimed(better: bool) -> float:
+        pairs = [overloaded(seconds, seed, better=better) for seed in range(200)]
+        found = [made for mine, base in pairs if (made := gain([mine], [base], 0.05)) is not None]
+        if better:
+            assert sum(made.ratio for made in found) / len(found) == pytest.approx(1.5, abs=0.1)
+        return sum(made.clear for made in found) / len(found)
+
+    assert claimed(better=True) >= at_least
+    assert claimed(better=False) <= 0.025
+
+
+def test_the_interval_is_that_of_the_ratio() -> None:
+    """Each end is a ratio that the paired t-test just does not reject."""
+    mine, base = scattered(8, 1, 2), scattered(5, 2, 2)
+    found = gain([of_seconds(mine)], [of_seconds(base)])
+    assert found is not None and found.bounded and found.block_s == 4.0
+    above, below = (np.array(side).reshape(10, 4).sum(axis=1) for side in (mine, base))
+    for end in (found.low, found.high):
+        apart = above - end * below
+        assert abs(apart.mean()) / (apart.std(ddof=1) / 10**0.5) == pytest.approx(stdtrit(9, 0.975), rel=2e-3)
+
+
+def test_over_a_baseline_that_hardly_serves_the_interval_has_no_upper_end() -> None:
+    made, text = told([9] * 8, [0] * 7 + [9])
+    assert made.gain is not None and (made.gain.high, made.gain.bounded) == (1000.0, False)
+    assert "(95% interval from " in text and " times as many, without an upper end; one run of 4 s)" in text
+    one = gain([of_seconds([9])], [of_seconds([5])])
+    assert one is not None and (one.low, one.high) == (0.0, 1000.0), "of one second"
+
+
+def test_ratios_out_of_all_measure_have_a_place_in_a_profile() -> None:
+    huge = gain([run(SMALL, 600_000, offered=600_000, blocks=[(10**5, 10**5)] * 6, window_s=6.0)],
+                [run(VLLM, 1, offered=600_000, blocks=[(10**5, 0)] * 5 + [(10**5, 1)], window_s=6.0)], 0.5)  # fmt: skip
+    assert huge is not None and huge.high == huge.ratio == 600_000
+    assert beyond_noise(huge.model_copy(update={"ratio": 900.0, "high": 950.0}), 1.0, 1, 1).high == 1000
+    tiny = gain([run(VLLM, 1, offered=600_000, blocks=[(10**5, 0)] * 5 + [(10**5, 1)], window_s=6.0)],
+                [run(SMALL, 600_000, offered=600_000, blocks=[(10**5, 10**5)] * 6, window_s=6.0)], 0.0)  # fmt: skip
+    assert tiny is not None and (tiny.ratio, tiny.low) == (0.0001, 0.0) and tiny.high >= tiny.ratio
+
+
+def test_blocks_are_of_four_seconds_where_the_windows_hold_five_of_them() -> None:
+    """Shorter ones elsewhere, of a second where windows last less than ten together; five at least in any case."""
+
+    def length(*windows: int) -> float | None:
+        runs = [of_seconds([9, 8] * (n // 2) + [9] * (n % 2), seed) for seed, n in enumerate(windows)]
+        return None if (found := gain(runs, runs)) is None else found.block_s
+
+    assert [length(n) for n in (6, 9, 10, 16, 20, 40, 240)] == [
+        1.0,
+        1.0,
+        2.0,
+        pytest.approx(16 / 6, abs=1e-4),
+        4.0,
+        4.0,
+        8.0,
+    ]
+    assert (length(6, 6), length(6, 6, 6, 6)) == (2.0, 3.0)
+
+
 def test_no_gain_is_clear_that_is_within_the_noise_of_the_runs_compared() -> None:
     mine, base = of_seconds([9] * 20), of_seconds([8] * 20, knobs=VLLM)
     quiet, noisy = gain([mine], [base], 0.01), gain([mine], [base], 0.1)
@@ -80,7 +160,7 @@ def test_no_gain_is_clear_that_is_within_the_noise_of_the_runs_compared() -> Non
 
 
 def test_the_terminal_calls_no_gain_clear_that_is_within_the_noise() -> None:
-    """Nor one whose interval an earlier version took over single seconds."""
+    """Nor one by the rule of an earlier version."""
     made = profile(findings(of_seconds([9] * 20), of_seconds([8] * 20, knobs=VLLM), noise=0.1))
     assert conclusion(made).startswith("No clear gain over vLLM's defaults here.")
     sure = profile(findings(of_seconds([9] * 20), of_seconds([8] * 20, knobs=VLLM)))
@@ -90,7 +170,29 @@ def test_the_terminal_calls_no_gain_clear_that_is_within_the_noise() -> None:
     assert known_gain(later) == made.gain and conclusion(later).startswith("No clear gain")
     older = sure.model_copy(update={"gain": sure.gain.model_copy(update={"block_s": None})})
     text = conclusion(older)
-    assert text.startswith("No clear gain") and "%, by single seconds, which is too narrow; one run of 4 s)" in text
+    assert text.startswith("No clear gain")
+    assert "%, by the rule of before, which claimed too much; one run of 4 s)" in text
+
+
+def test_without_a_gain_intervals_of_either_claim_none() -> None:
+    """As in profiles of version 2; but of a baseline that met none no ratio is known, and the gain is plain."""
+    sure = profile(findings(of_seconds([9] * 20), of_seconds([7] * 20, knobs=VLLM)))
+    assert conclusion(sure.model_copy(update={"gain": None})) == (
+        "No clear gain over vLLM's defaults here. Best by measurement and simulation, max_batch_size=16, token_budget=128, "
+        "chunk_size=128: 90% (85–93%) of requests within the SLO, with vLLM's defaults 70% (63–76%) (intervals of single "
+        "requests)."
+    )
+    none = profile(findings(of_seconds([9] * 20), of_seconds([0] * 20, knobs=VLLM)))
+    assert none.gain is None and conclusion(none).startswith("Set ") and "single requests" not in conclusion(none)
+    few = profile(findings(of_seconds([1] + [0] * 19), of_seconds([0] * 20, knobs=VLLM)))
+    assert conclusion(few).startswith("No clear gain")
+
+
+def test_a_gain_of_different_requests_says_so() -> None:
+    made = profile(findings(of_seconds([9] * 12, 1), of_seconds([5] * 12, 2, knobs=VLLM)))
+    text = conclusion(made)
+    assert made.gain is not None and not made.gain.paired
+    assert text.startswith("No clear gain") and "; the two met different requests; one run of 4 s)" in text
 
 
 def test_what_measured_more_than_the_defaults_that_are_recommended_is_said() -> None:
@@ -99,8 +201,31 @@ def test_what_measured_more_than_the_defaults_that_are_recommended_is_said() -> 
     made = profile(findings(best, burst, other, expected={VLLM: 0.9, SMALL: 0.8, LARGE: 0.7}, noise=0.5))
     assert conclusion(made) == (
         "No setting beats vLLM's defaults beyond chance here. max_batch_size=16, token_budget=128, chunk_size=128 measured 90% "
-        "of the same requests within the SLO against 70%: in so short a window, a burst or two can make that difference."
+        "of the same requests within the SLO against 70%: in a window of 4 s, a burst or two can make that difference."
     )
+    points = [p.model_copy(update={"label": "TensorRT-LLM defaults"}) if p.knobs == SMALL else p for p in made.points]
+    text = conclusion(made.model_copy(update={"points": tuple(points)}))
+    assert text == "No setting beats vLLM's defaults here: none of the 2 others measured was clearly better.", (
+        "defaults of another engine are no candidates, and pins may forbid them"
+    )
+
+
+def test_goodput_decides_nothing_where_the_mean_e2e_was_looked_for() -> None:
+    best, other = of_seconds([7] * 40, knobs=VLLM, e2e_mean_ms=100.0), of_seconds([9] * 40, e2e_mean_ms=150.0)
+    text = conclusion(profile(findings(best, other, setup=setup(objective="mean-e2e"))))
+    assert text.startswith("No setting beats vLLM's defaults here: the one other setting measured was not ")
+
+
+def test_a_share_lies_in_the_interval_that_stands_beside_it() -> None:
+    assert [share_beside(0.9968, 0.993), share_beside(0.9968, 0.98), share_beside(1.0, 0.995)] == [
+        "99.7%",
+        "100%",
+        "100%",
+    ]
+    made = profile(findings(of_seconds([10] * 119 + [9]), of_seconds([5] * 120, knobs=VLLM)))
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(table(made, 200))
+    assert "99.9% (99.5–100)" in console.export_text()
 
 
 def test_nothing_met_on_either_side_is_no_ratio() -> None:

@@ -116,8 +116,10 @@ def test_what_one_seed_tells_has_no_interval() -> None:
     assert "(91.2" not in shown(simulated_table([one], TARGET, None, 160), 160)
     assert "(91.2" not in shown(simulated_table([two], TARGET, None, 160, repeated=True), 160)
     assert offered_sentence(10.0, [two], repeated=0).endswith(
-        "40 requests under 2 seeds. ( ) is a 95% interval over 2 seeds."
+        "40 requests under 2 seeds. ( ) is a 95% interval over 2 seeds; over requests where all or none met the SLO."
     )
+    some = two.model_copy(update={"met": 39})
+    assert offered_sentence(10.0, [some], repeated=0).endswith("under 2 seeds. ( ) is a 95% interval over 2 seeds.")
     assert offered_sentence(10.0, [one], repeated=0).endswith("40 requests under 1 seed.")
 
 
