@@ -128,7 +128,7 @@ def bench(
     from autotune.bench import fixed as at
     from autotune.bench.loads import check_lasts
     from autotune.cli.display import make_console, print_as_is
-    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.interrupt import end_on_interrupt, stop_on_interrupt
     from autotune.cli.target import (
         check_dtype,
         device_kind,
@@ -212,8 +212,8 @@ def bench(
     console = make_console(stderr=as_json)
     named = model_named(chosen, model or (None if given is None else given.model.name))
     print_as_is(console, loading(named or "PyTorch", chosen.label), "dim")
-    kind = device_kind(cpu, gpu)
-    with stop_on_interrupt() as stop:
+    with end_on_interrupt():
+        kind = device_kind(cpu, gpu)
         found = machine(gpu=kind == "gpu")
         check_dtype(chosen, dtype)
         with profiled_kv_cache_dtype(kv_cache_dtype):
@@ -221,6 +221,7 @@ def bench(
                 by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
                 kv_cache_dtype=stored, arguments=arguments,
             )  # fmt: skip
+    with stop_on_interrupt() as stop:
         limits = source.limits
         contenders = compared(limits, source.stock)
         print_as_is(console, heading(source.model.name, found, requested=cpu or gpu))

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -68,7 +68,7 @@ def check(
 ) -> int:
     """Compare this machine with the profile."""
     from autotune.cli.display import make_console, print_as_is
-    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.output import stdout_alone
     from autotune.cli.target import loading
     from autotune.measure.evaluate import Interrupted
     from autotune.profile import find_profile
@@ -105,11 +105,11 @@ def check(
     notes = [*(f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text), *([warning] if warning else [])]
     of_engine = list[str]()
     try:
-        with stop_on_interrupt() as stop:
-            if isinstance(loaded, CallableProfile):
-                found = _calls(loaded, path, inputs, budget_s, most, console, stop.is_set)
-            else:
-                found = _measured(loaded, by, arguments, model, gpu, budget_s, most, console, stop.is_set, of_engine)
+        if isinstance(loaded, CallableProfile):
+            with stdout_alone(as_json):
+                found = _calls(loaded, path, inputs, budget_s, most, console)
+        else:
+            found = _measured(loaded, by, arguments, model, gpu, budget_s, most, console, of_engine)
     except Interrupted:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
@@ -142,10 +142,10 @@ def _calls(
     budget_s: float,
     threshold: float,
     console: Console,
-    stop: Any,
 ) -> Check:
     """Import the profile's function, and time it with ``inputs``."""
     from autotune.cli.display import Display
+    from autotune.cli.interrupt import end_on_interrupt, stop_on_interrupt
     from autotune.profile.fingerprint import OtherWork
     from autotune.profiling.check import check_calls
     from autotune.profiling.subject import load_subject
@@ -155,22 +155,24 @@ def _calls(
             f"{path}: is the profile of a callable ({profile.function!r}), and --inputs is missing; name the file with its "
             f"inputs, {profile.inputs.file} at the time"
         )
-    subject = load_subject(profile.function, inputs, profile.inputs.cost)
+    with end_on_interrupt():
+        subject = load_subject(profile.function, inputs, profile.inputs.cost)
     display, work = Display(console), OtherWork()
-    display.stage("checking")
-    try:
-        found = check_calls(
-            profile,
-            subject,
-            budget_s=budget_s,
-            threshold=threshold,
-            stop=stop,
-            advance=lambda share, note: display.progress(share, note, "", None),
-            taken=lambda: work.taken(profile.machine.threads or 1),
-        )
-        display.stage_done(f"{found.rounds} rounds", "")
-    finally:
-        display.close()
+    with stop_on_interrupt() as stop:
+        display.stage("checking")
+        try:
+            found = check_calls(
+                profile,
+                subject,
+                budget_s=budget_s,
+                threshold=threshold,
+                stop=stop.is_set,
+                advance=lambda share, note: display.progress(share, note, "", None),
+                taken=lambda: work.taken(profile.machine.threads or 1),
+            )
+            display.stage_done(f"{found.rounds} rounds", "")
+        finally:
+            display.close()
     return found
 
 
@@ -183,12 +185,12 @@ def _measured(
     budget_s: float,
     threshold: float,
     console: Console,
-    stop: Any,
     differs: list[str],
 ) -> Check:
     """Load the profile's model, start its engine, or the one it is to be held against, and compare. How the engine is another
     than the profile's is appended to ``differs``."""
     from autotune.cli.display import Display
+    from autotune.cli.interrupt import end_on_interrupt, stop_on_interrupt
     from autotune.cli.target import model_facts, running
     from autotune.profile.fingerprint import OtherWork, measured_on_another, recorded_otherwise
     from autotune.profiling.check import check_steps
@@ -202,7 +204,8 @@ def _measured(
     dtype = profiled("dtype", profile, arguments, instead)
     kv_cache_dtype = profiled("kv_cache_dtype", profile, arguments, instead)
     assert profile.cost_model is not None
-    with profiled_kv_cache_dtype(None, "check it as it was measured, or profile again with --kv-cache-dtype auto"):
+    again = "check it as it was measured, or profile again with --kv-cache-dtype auto"
+    with end_on_interrupt(), profiled_kv_cache_dtype(None, again):
         source = load(
             by,
             model or then.name,
@@ -222,12 +225,11 @@ def _measured(
         source = source.as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, threads)
     else:
         source = source.with_kv_tokens(pool.tokens)
-    engine = source.start(limits=facts.limits, seed=profile.seed)
-    if ladder := recorded_otherwise(profile, engine.facts.graphs, engine.limits):
-        differs.append(ladder)
     display, work = Display(console), OtherWork()
     needs = 1 if gpu else threads or 1
-    with running(engine):
+    with stop_on_interrupt() as stop, running(source.start(limits=facts.limits, seed=profile.seed)) as engine:
+        if ladder := recorded_otherwise(profile, engine.facts.graphs, engine.limits):
+            differs.append(ladder)
         display.stage("checking")
         try:
             found = check_steps(
@@ -237,7 +239,7 @@ def _measured(
                 budget_s=budget_s,
                 threshold=threshold,
                 seed=profile.seed,
-                stop=stop,
+                stop=stop.is_set,
                 advance=lambda share, note: display.progress(share, note, "", None),
                 taken=lambda: work.taken(needs),
             )

@@ -22,8 +22,10 @@ _TIMEOUT_S = 5.0  # what does not answer for so long hangs
 def choose(target: str | None) -> Path:
     """The socket that ``target`` names: a process number, a path, or None for the only process there is.
 
-    Raises :class:`InputError` when there is no such process, or more than one.
+    Raises :class:`InputError` when there is no such process, or more than one, and where the system has no Unix sockets.
     """
+    if not hasattr(socket, "AF_UNIX"):
+        raise InputError("a controller in another process is reached by a Unix socket, which this system does not have")
     from autotune.control.remote import socket_folder, steerable
 
     if target is not None and not target.isdecimal():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
 if TYPE_CHECKING:
+    from autotune.control.decision_log import Decision
     from autotune.control.explain import Summary
     from autotune.control.tally import ClassTally
     from autotune.report.run.story import Run
@@ -72,7 +74,7 @@ def explain(
         summary = summarize(decisions, knobs=knobs)
     except InputError as error:
         raise InputError(f"{log}: {error}") from None
-    lacking = None if records is None else _add_records(summary, log, records)
+    lacking = None if records is None else _add_records(summary, log, decisions, records)
     if as_json:
         shown = [d for d in decisions if not knobs or any(name in knobs for name, _, _ in d.changes)]
         changes = {name: {"count": n, "first": a, "last": b} for name, (n, a, b) in summary.changes.items()}
@@ -118,11 +120,11 @@ def _check_no_profile(log: Path) -> None:
     raise InputError(f"{log}: is a profile, not a decision log; `autotune show {name}` prints it{drawn}")
 
 
-def _add_records(summary: Summary, log: Path, records: Path) -> str | None:
+def _add_records(summary: Summary, log: Path, decisions: Sequence[Decision], records: Path) -> str | None:
     """Count the requests of the last run in ``summary``; else why not, in a sentence."""
     from autotune.report.run import read_run
 
-    run = read_run(log, records)
+    run = read_run(log, records, decisions=decisions)
     if not summary.last_open:
         return f"the last run has ended, and its requests are in the log: {records} adds nothing"
     if not run.records:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from autotune.cli.exits import INTERRUPTED
@@ -23,8 +24,29 @@ class _Requested(threading.Event):
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
-    """An event set by the first SIGINT or SIGTERM. The second ends the process on the spot.
+def end_on_interrupt() -> Iterator[None]:
+    """SIGINT ends the process on the spot: for imports and the loading of a model, with nothing to save yet.
+
+    An exception could be lost there: in a finalizer, or in a library that catches it.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            os.write(2, b"stopped\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def stop_on_interrupt(*, at_once: bool = False) -> Iterator[threading.Event]:
+    """An event set by the first SIGINT or SIGTERM, which is acknowledged on stderr. The second ends the process on the spot.
+
+    ``at_once``: the block ends as soon as the event is set, so there is nothing to acknowledge.
 
     At once means without unwinding: the engine's thread may be deep in a step. Nothing is lost by that: the journal is
     appended and synced line by line, and other files are renamed into place whole.
@@ -44,6 +66,9 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     def forward() -> None:
         if received.get() is not None:
             requested.set()
+            if not at_once:
+                with suppress(OSError, ValueError):  # nobody reads stderr
+                    print("stopping; once more to end at once", file=sys.stderr, flush=True)
 
     # The handler runs in the midst of whatever the main thread does. In Event.wait it would wait for ever for the lock that
     # Event.set needs; SimpleQueue.put is reentrant.

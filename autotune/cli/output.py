@@ -9,7 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
 from runtime.errors import InputError
@@ -76,6 +76,18 @@ def guarded() -> Iterator[None]:
                 stream.flush()
     finally:
         sys.stdout, sys.stderr = out, err
+
+
+@contextmanager
+def stdout_alone(as_json: bool) -> Iterator[TextIO]:
+    """Stdout, for what the command itself prints. With ``as_json``, what others print meanwhile, such as a function that is
+    profiled, goes to stderr."""
+    out = sys.stdout
+    if not as_json:
+        yield out
+        return
+    with redirect_stdout(sys.stderr):
+        yield out
 
 
 def reader_has_gone() -> bool:

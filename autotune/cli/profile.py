@@ -178,7 +178,7 @@ def profile(
             budget=budget, out=out, seed=seed, fresh=fresh, as_json=as_json, arguments=context.obj,
         )  # fmt: skip
     from autotune.cli.display import make_console, print_as_is
-    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.interrupt import end_on_interrupt, stop_on_interrupt
     from autotune.cli.profile_output import Files, finish
     from autotune.cli.profile_study import Requested, stem, work
     from autotune.cli.target import (
@@ -195,10 +195,11 @@ def profile(
     from autotune.profile.fingerprint import machine, usable_cores
     from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.space import WIDEST, make_space
-    from autotune.profiling.storage import SharedStorage, without_passwords
+    from autotune.profiling.storage import SharedStorage, check_system, without_passwords
     from autotune.workload import named_rate, parse_workload
     from runtime.slo import SLO
 
+    check_system()
     check_device(cpu, gpu)
     check_kv_cache_dtype(kv_cache_dtype)
     if trials is not None and trials < 1:
@@ -242,14 +243,14 @@ def profile(
         SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
     print_as_is(console, loading(model or "PyTorch", chosen.label), "dim")
-    kind = device_kind(cpu, gpu)
-    if kind == "gpu" and budget is None and trials is None:
-        question = replace(question, budget_s=seconds(GPU_BUDGET))
-    found_machine = machine(gpu=kind == "gpu")
-    model = model_for(chosen, model, found_machine)
-    name = "-".join(part for part in (stem(model), chosen.label, kind) if part)
-    files = Files.of(out or Path(f"{name}.yaml"), None if storage else study)
-    with stop_on_interrupt() as stop:
+    with end_on_interrupt():
+        kind = device_kind(cpu, gpu)
+        if kind == "gpu" and budget is None and trials is None:
+            question = replace(question, budget_s=seconds(GPU_BUDGET))
+        found_machine = machine(gpu=kind == "gpu")
+        model = model_for(chosen, model, found_machine)
+        name = "-".join(part for part in (stem(model), chosen.label, kind) if part)
+        files = Files.of(out or Path(f"{name}.yaml"), None if storage else study)
         if not sys.stderr.isatty():
             from transformers.utils import logging
 
@@ -259,6 +260,7 @@ def profile(
         source = load(
             engine, model, dtype=dtype, device=device, seed=seed, kv_cache_dtype=kv_cache_dtype, arguments=arguments
         )
+    with stop_on_interrupt() as stop:
         limits = source.limits
         space = replace(make_space(limits, pin or (), ranges or ()), stock=source.stock)
         question = replace(question, space=space)

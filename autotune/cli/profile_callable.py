@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.options import check_rate, checked, given_options, seconds
@@ -76,15 +76,18 @@ def profile_callable(
 ) -> int:
     """Profile the callable; 0, or 1 if the SLO is missed, or 130 if stopped."""
     from autotune.cli.display import make_console
-    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.interrupt import end_on_interrupt, stop_on_interrupt
+    from autotune.cli.output import stdout_alone
     from autotune.measure.evaluate import EvaluationError
     from autotune.profile.text import is_profile
     from autotune.profiling.callable import identity
     from autotune.profiling.calls import FunctionFailed
+    from autotune.profiling.storage import check_system
     from autotune.profiling.study import open_study
     from autotune.profiling.subject import load_subject
     from autotune.writing import replaceable, writable
 
+    check_system()
     question = _question(strategy, most, replicas, slo, rate, budget, seed)
     if inputs is None:
         raise InputError("--inputs is missing; name a file with one JSON value a line, an input of the callable each")
@@ -96,14 +99,16 @@ def profile_callable(
         writable("--out", path)
     replaceable("--out", place, is_profile, "is no profile")
     console = make_console(stderr=as_json)
-    with stop_on_interrupt() as stop:
-        subject = load_subject(name, inputs, cost)
+    with stdout_alone(as_json) as stdout:
+        with end_on_interrupt():
+            subject = load_subject(name, inputs, cost)
         command = shlex.join(["autotune", *arguments])
         about = identity(subject, question, inputs, _machine(used=False), replicas=replicas)
-        with open_study(journal, about, fresh=fresh) as study:
+        with stop_on_interrupt() as stop, open_study(journal, about, fresh=fresh) as study:
             code = None
+            json_to = stdout if as_json else None
             try:
-                code = _sweep(subject, replicas, question, study, place, command, console, stop.is_set, as_json)
+                code = _sweep(subject, replicas, question, study, place, command, console, stop.is_set, json_to)
             except (FunctionFailed, EvaluationError):  # it, or its inputs, will be others next time
                 code = FELL_SHORT
                 raise
@@ -122,9 +127,9 @@ def _sweep(
     command: str,
     console: Console,
     stop: Callable[[], bool],
-    as_json: bool,
+    json_to: TextIO | None,
 ) -> int:
-    """Work on the study, write what was found, and say how it went; the exit code."""
+    """Work on the study, write what was found, and say how it went; the exit code. ``json_to``: for the profile as JSON."""
     from autotune.cli.display import Display, print_as_is
     from autotune.profile.callable import CallableProfile, save_callable_profile
     from autotune.profile.fingerprint import software
@@ -155,9 +160,9 @@ def _sweep(
         software=software(),
     )
     save_callable_profile(made, place)
-    if as_json:
+    if json_to is not None:
         shape = {"file": str(place), "status": made.status, "slo_met": made.slo_met}
-        print(json.dumps(shape | {"profile": made.model_dump(mode="json")}))
+        print(json.dumps(shape | {"profile": made.model_dump(mode="json")}), file=json_to)
     console.print()
     show(made, console)
     if found.stopped:

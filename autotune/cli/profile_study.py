@@ -92,7 +92,7 @@ def work(
     if storage is not None:
         place = SharedStorage.of(storage, str(name) if name else study_name(stem(facts.name), identity))
         display.note(str(place))
-    with open_study(place, identity, fresh=fresh, keep=(_KEPT,)) as study:
+    with open_study(place, identity, fresh=fresh, keep=(_KEPT,), stop=stop) as study:
         bounds = question.trials, question.budget_s, question.sim_trials
         if study.exhausted(*bounds) and not study.shared:  # others may be reading it
             before = _kept(files.journal)

@@ -57,20 +57,22 @@ def report(
     """Write the page; 2 when the file is neither a valid profile nor a log."""
     from autotune.cli.display import make_console, print_as_is
     from autotune.cost.price import parse_price
-    from autotune.profile import load_profile
+    from autotune.profile.document import profile_of
+    from autotune.profile.text import parse_yaml
     from autotune.report import gather, html
     from autotune.report.terminal import show
     from autotune.writing import write_whole
 
     money = None if price is None else parse_price(price)
     path = _find(profile)
-    if _is_decision_log(path):
+    content, of_decisions = _read(path)
+    if of_decisions:
         if price is not None:
             raise InputError(f"--price is {price}; it goes with a profile, and {path} is a decision log")
-        return _run(path, records, page_for(path, out), show_it=open_, as_json=as_json)
+        return _run(path, content, records, page_for(path, out), show_it=open_, as_json=as_json)
     if records is not None:
         raise InputError(f"--records is {records}; it goes with a decision log, and {path} is none")
-    loaded = load_profile(path)
+    loaded = profile_of(parse_yaml(path, content), path)
     page = page_for(path, out)
     console = make_console(stderr=as_json)
     if money is not None:
@@ -99,16 +101,19 @@ def _find(name: str) -> Path:
     return path
 
 
-def _is_decision_log(path: Path) -> bool:
-    """Whether the first line of ``path`` is a controller's decision. Raises :class:`InputError` if it cannot be read."""
+def _read(path: Path) -> tuple[bytes, bool]:
+    """The content of ``path``, and whether its first line is a controller's decision. Reads it once: it may be a pipe. Of what
+    is no decision log, only as much as tells that it is too large for a profile. Raises :class:`InputError` if it cannot be
+    read."""
     from autotune.profile.text import LARGEST, first_object, is_decision
 
     try:
         with path.open("rb") as file:
-            text = file.read(LARGEST).decode("utf-8", errors="replace")
+            content = file.read(LARGEST + 1)
+            of_decisions = is_decision(first_object(content.decode("utf-8", errors="replace")))
+            return content + file.read() if of_decisions else content, of_decisions
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    return is_decision(first_object(text))
 
 
 def page_for(profile: Path, out: Path | None) -> Path:
@@ -127,16 +132,17 @@ def page_for(profile: Path, out: Path | None) -> Path:
     return out
 
 
-def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json: bool) -> int:
+def _run(log: Path, content: bytes, records: Path | None, page: Path, *, show_it: bool, as_json: bool) -> int:
     """The same for a run under a controller."""
     import json
 
     from autotune.cli.display import make_console, print_as_is
+    from autotune.control.decision_log import read_decisions
     from autotune.control.explain import summarize
     from autotune.report.run import compose, html, read_run
     from autotune.writing import write_whole
 
-    made = compose(read_run(log, records))
+    made = compose(read_run(log, records, decisions=read_decisions(log, content)))
     write_whole(page, html(made))
     console = make_console(stderr=as_json)
     if as_json:

@@ -28,7 +28,7 @@ from autotune.cli.options import (
     request_classes,
     with_knobs,
 )
-from autotune.engines.model_folder import context_length
+from autotune.engines.model_folder import context_length, same_model
 from autotune.engines.named import (
     DEFAULT,
     ByCommand,
@@ -123,7 +123,7 @@ def serve(
             "--reject-late or --relegate-late)"
         ),
     ] = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads of the model.")] = None,
+    threads: Annotated[int | None, Option(min=1, max=1024, help="CPU threads of the model.")] = None,
     served_model_name: Annotated[str | None, Option(help="The name clients use.  (default: MODEL)")] = None,
     grace: Annotated[
         float, Option(min=0, max=_MOST_GRACE_S, help="Seconds that running requests have to finish after SIGTERM.")
@@ -178,7 +178,8 @@ def serve(
         raise InputError("name a model, such as tiny, or a --profile that does; see autotune serve --help")
     if model is not None:
         _check_no_profile(model)
-    known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
+    # steps of another model say nothing
+    known = start_with if start_with and same_model(name, start_with.model.name) else None
     if start_with is not None and known is None:
         steps = (
             "SLO and KV pool are used, its step times are not"
@@ -324,11 +325,18 @@ def _serve_here(
                     pinned=requested.pinned,  # knobs given by hand are the operator's word
                     log=requested.decisions,
                     controller=requested.controller,
-                    steer=True,
                 )
             except ValueError as error:
                 raise of_decision_log(error) from None
             made = stack.enter_context(attached)
+            try:
+                made.steer()
+            except InputError as error:  # no place for a socket is no reason not to serve
+                print(
+                    f"note: {error}; autotune watch, pause and set will not find this server",
+                    file=sys.stderr,
+                    flush=True,
+                )
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,

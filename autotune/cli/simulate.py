@@ -18,6 +18,7 @@ from autotune.cli.options import (
     ProfiledSlo,
     check_decision_log,
     check_rate,
+    of_decision_log,
     with_knobs,
 )
 from runtime.errors import InputError
@@ -103,9 +104,18 @@ def simulate(
             for name, setting in requested.settings.items():
                 runs = []
                 for one in taken:
-                    score = scenario.measure(
-                        setting, offered, one, requests=requests, controller=controller, log=decisions, stop=stop.is_set
-                    )
+                    try:
+                        score = scenario.measure(
+                            setting,
+                            offered,
+                            one,
+                            requests=requests,
+                            controller=controller,
+                            log=decisions,
+                            stop=stop.is_set,
+                        )
+                    except InputError as error:
+                        raise of_decision_log(error) from error.__cause__
                     runs.append(Run(stage="simulation", label=name, trial=-1, score=score))
                     done += 1
                     left = (time.monotonic() - begun) / done * (total - done)

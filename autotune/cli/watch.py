@@ -62,7 +62,7 @@ def watch(
             else:
                 console.print(drawn)
             return DONE
-        with stop_on_interrupt() as stop, view:
+        with stop_on_interrupt(at_once=True) as stop, view:
             while not stop.is_set():
                 look = _look(path, look)
                 with understood(path):

@@ -101,13 +101,15 @@ class DecisionLog:
     ``over``: whether no more will come, because the engine is closed, say; then the next log takes the file over.
 
     Raises :class:`InputError` for a file that cannot be opened, and for one that another controller writes. One that cannot be
-    written later, because the disk is full, ends with a line in the program's log: it must not stop an engine.
+    written later, because the disk is full, ends with a line in the program's log, and ``failure`` is why: it must not stop an
+    engine.
     """
 
     def __init__(
         self, path: str | Path | None, *, queue_size: int = 4096, over: Callable[[], bool] = lambda: False
     ) -> None:
         self._over = over
+        self.failure: OSError | None = None
         self.recent: deque[Decision] = deque(maxlen=_IN_MEMORY)
         self._late = 0  # that a full queue did not take,
         self._unreported = 0  # of those,
@@ -190,6 +192,7 @@ class DecisionLog:
                 out.flush()
                 unlock(out)
         except OSError as error:
+            self.failure = error
             log.error("the decision log cannot be written and ends here: %s", error)
 
     def _line(self, decision: Decision) -> str:
@@ -236,13 +239,14 @@ def open_to_append(path: str | Path) -> TextIO | None:
         raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
 
 
-def read_decisions(path: str | Path) -> Iterator[Decision]:
-    """The decisions of a log file. Raises :class:`InputError` naming the line that cannot be read.
+def read_decisions(path: str | Path, content: bytes | None = None) -> Iterator[Decision]:
+    """The decisions of a log file, or of its ``content`` where that has been read. Raises :class:`InputError` naming the line
+    that cannot be read.
 
     A line that was being written when its process died is left out.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = (Path(path).read_bytes() if content is None else content).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in whole_lines(text):
@@ -296,9 +300,11 @@ def _decision(line: str, where: str) -> Decision:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: evidence is no JSON: {error}") from None
     for name in ("old", "new"):
+        if not isinstance(fields[name], dict):
+            raise InputError(f"{where}: {name} is {fields[name]!r:.40}; it must be an object")
         try:
             Knobs.from_mapping(fields[name], where=f"{name}.")
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             raise InputError(f"{where}: {error}") from None
         absent = [s.name for s in KNOBS if s.required and s.name not in fields[name]]
         if absent:

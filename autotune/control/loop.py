@@ -358,6 +358,11 @@ class Control(ReportsRates):
         """The latest decisions, newest last; :meth:`latest` copies them while the engine runs."""
         return self._actuator.decisions.recent
 
+    @property
+    def log_failure(self) -> OSError | None:
+        """Why the decision log could not be written to its end; None if it could. Complete after :meth:`close`."""
+        return self._actuator.decisions.failure
+
     def latest(self, count: int) -> list[Decision]:
         """The last ``count`` decisions, newest last."""
         with self._lock:

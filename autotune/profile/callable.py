@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from autotune.cost.fields import AboveZero, Amount, Count, Positive, Text
-from autotune.profile import Confidence, KnobsField, LoadFacts, Machine, Part, Profile, SLOField, Software, load_profile
+from autotune.profile import Confidence, KnobsField, LoadFacts, Machine, Part, Profile, SLOField, Software
 from autotune.profile.complaints import checked
+from autotune.profile.document import profile_of
 from autotune.profile.fields import Moment
 from autotune.profile.parts import Tally
 from autotune.profile.schema import schema_of
@@ -181,7 +182,10 @@ def save_callable_profile(profile: CallableProfile, path: Path) -> None:
 
 def load_callable_profile(path: str | Path) -> CallableProfile:
     """Read and check the profile of a callable at ``path``. Raises :class:`InputError`: file, field, value, what is allowed."""
-    data = read_yaml(path)
+    return _callable_profile_of(read_yaml(path), path)
+
+
+def _callable_profile_of(data: object, path: str | Path) -> CallableProfile:
     if not isinstance(data, dict) or data.get("kind") != "callable":
         kind = shortened(data.get("kind")) if isinstance(data, dict) and "kind" in data else "missing"
         raise InputError(
@@ -191,8 +195,8 @@ def load_callable_profile(path: str | Path) -> CallableProfile:
 
 
 def load_either(path: str | Path) -> Profile | CallableProfile:
-    """The profile at ``path``, of a callable or of a language model."""
+    """The profile at ``path``, of a callable or of a language model. Reads it once: it may be a pipe."""
     data = read_yaml(path)
     if isinstance(data, dict) and "kind" in data:
-        return load_callable_profile(path)
-    return load_profile(path)
+        return _callable_profile_of(data, path)
+    return profile_of(data, path)

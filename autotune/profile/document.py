@@ -151,7 +151,11 @@ def save_profile(profile: Profile, path: Path) -> None:
 def load_profile(path: str | Path) -> Profile:
     """Read and check the profile at ``path``, of this version or an earlier one. Raises :class:`InputError`, one line: file,
     field, value, what is allowed."""
-    data = read_yaml(path)
+    return profile_of(read_yaml(path), path)
+
+
+def profile_of(data: object, path: str | Path) -> Profile:
+    """The profile that the ``data`` of the file at ``path`` is. Raises as :func:`load_profile`."""
     if not isinstance(data, dict):
         raise InputError(f"{path}: is not a profile (it holds no fields); `autotune profile` makes one")
     if data.get("kind") == "callable":

@@ -71,13 +71,22 @@ def dump_yaml(data: object) -> str:
 
 def read_yaml(path: str | Path) -> object:
     """The data in a file. Raises :class:`InputError`, one line with the file, the line or field, and what is wrong."""
+    return parse_yaml(path, read_start(path))
+
+
+def read_start(path: str | Path) -> bytes:
+    """The bytes of a file, at most one more than a profile may have. Raises :class:`InputError` if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
-            content = file.read(LARGEST + 1)  # a device or a pipe may have no end
+            return file.read(LARGEST + 1)  # a device or a pipe may have no end
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except ValueError as error:  # a NUL in the name
         raise InputError(f"{str(path)!r}: cannot be read ({error})") from None
+
+
+def parse_yaml(path: str | Path, content: bytes) -> object:
+    """The data in the ``content`` of the file at ``path``, as :func:`read_start` returns it. Raises as :func:`read_yaml`."""
     if len(content) > LARGEST:
         raise InputError(f"{path}: is larger than {LARGEST // 2**20} MiB; that is no profile")
     try:

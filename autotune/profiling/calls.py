@@ -246,7 +246,7 @@ class TimedCalls:
         begun = self._clock()
         try:
             outcomes = self._function.run(payloads, _no_outputs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise OutOfMemory from None
             cause = f"{type(error).__name__}: {error}"

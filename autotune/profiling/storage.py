@@ -6,14 +6,13 @@ removed: Optuna would choke on it once another follows.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,13 @@ from optuna.exceptions import ExperimentalWarning, OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
+from autotune.measure.evaluate import Interrupted
 from runtime.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 HEARTBEAT_S = 10
 _GRACE = 3  # heartbeats that may be missed: a machine under load is not dead
@@ -31,7 +36,8 @@ _DIALECTS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg
 _ALLOWED = ("postgresql+psycopg", "sqlite")
 _SECRETS = ((re.compile(r"(://[^:/@\s]*:)\S*@"), r"\1***@"), (re.compile(r"([?&](?:ssl)?password=)[^\s&]*"), r"\1***"))
 _A_PASSWORD = 4  # characters, at the least: a shorter one is within words of any text
-_TRIES = 6
+_TRIES = 10  # to make the tables
+_TABLES_TIMEOUT_S, _TIMEOUT_S = 2.0, 30.0  # for another's lock on a SQLite file, while tables are made and later
 _CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
 _SUM = "sum"
 _BEGINS = f'{{"{_SUM}":'.encode()  # each of our lines
@@ -93,12 +99,15 @@ def without_passwords(arguments: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def database(shared: SharedStorage) -> Iterator[RDBStorage]:
-    """The database, with its tables. Whatever fails there while it is open is an :class:`InputError` of one line."""
+def database(shared: SharedStorage, stop: Callable[[], bool] = lambda: False) -> Iterator[RDBStorage]:
+    """The database, with its tables. Whatever fails there while it is open is an :class:`InputError` of one line.
+
+    Raises :class:`~autotune.measure.evaluate.Interrupted` when ``stop`` says so while another has it locked.
+    """
     import sqlalchemy
 
     try:
-        storage = _connect(shared)
+        storage = _connect(shared, stop)
         try:
             yield storage
         finally:
@@ -108,22 +117,28 @@ def database(shared: SharedStorage) -> Iterator[RDBStorage]:
         raise _broken(shared, error) from None
 
 
-def _connect(shared: SharedStorage) -> RDBStorage:
+def _connect(shared: SharedStorage, stop: Callable[[], bool]) -> RDBStorage:
     import sqlalchemy
 
+    sqlite = shared.url.startswith("sqlite")
     for attempt in range(_TRIES):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ExperimentalWarning)  # of heartbeats
-                return RDBStorage(
+                storage = RDBStorage(
                     shared.url,
                     engine_kwargs={
-                        "connect_args": {"timeout": 30} if shared.url.startswith("sqlite") else {"connect_timeout": 10},
+                        "connect_args": {"timeout": _TABLES_TIMEOUT_S} if sqlite else {"connect_timeout": 10},
                         "pool_pre_ping": True,  # a database that was restarted meanwhile is connected to again
                     },
                     heartbeat_interval=shared.heartbeat_s,
                     grace_period=_GRACE * shared.heartbeat_s,
                 )
+            if sqlite:
+                sqlalchemy.event.listen(storage.engine, "connect", _wait_longer)
+                storage.remove_session()
+                storage.engine.dispose()  # connections are made anew
+            return storage
         except ImportError:
             raise InputError(
                 f"--storage: {hidden(shared.url)} needs psycopg: pip install '.[postgres]' in a checkout"
@@ -131,8 +146,15 @@ def _connect(shared: SharedStorage) -> RDBStorage:
         except (sqlalchemy.exc.SQLAlchemyError, OptunaError, RuntimeError) as error:
             if attempt == _TRIES - 1 or not any(word in str(error) for word in _CLASH):
                 raise _broken(shared, error) from None
+            if stop():
+                raise Interrupted("stopped") from None
             time.sleep(0.2 * (attempt + 1))
     raise AssertionError
+
+
+def _wait_longer(connection: Any, record: object) -> None:
+    """Of a SQLite file whose tables are there: workers that write at the same time wait for each other."""
+    connection.execute(f"PRAGMA busy_timeout = {_TIMEOUT_S * 1e3:.0f}")
 
 
 def _broken(shared: SharedStorage, error: BaseException) -> InputError:
@@ -185,6 +207,7 @@ def journal(path: Path, *, fresh: bool = False) -> Iterator[BaseStorage]:
 def locked(file: int, path: Path, way_out: str) -> bool:
     """Lock the open ``file``, at ``path``: False where another process holds it. Raises :class:`InputError`, with the
     ``way_out``, where it cannot be locked at all."""
+    check_system()
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,6 +215,12 @@ def locked(file: int, path: Path, way_out: str) -> bool:
     except OSError as error:
         raise InputError(f"{path}: this file system has no locks ({error.strerror or error}); {way_out}") from None
     return True
+
+
+def check_system() -> None:
+    """Raises :class:`InputError` where the system has not the file locks of Unix."""
+    if fcntl is None:
+        raise InputError("profiling needs the file locks of Unix, which this system does not have; on Windows use WSL")
 
 
 def unwritable(path: str | Path, error: OSError) -> InputError:

@@ -60,14 +60,20 @@ def study_name(stem: str, identity: Mapping[str, Any]) -> str:
 
 @contextmanager
 def open_study(
-    place: Path | SharedStorage, identity: Mapping[str, Any], *, fresh: bool = False, keep: Iterable[str] = ()
+    place: Path | SharedStorage,
+    identity: Mapping[str, Any],
+    *,
+    fresh: bool = False,
+    keep: Iterable[str] = (),
+    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[SweepStudy]:
     """The study in a journal file or in a shared database, made if it does not exist.
 
     A journal is open in one process at a time; a shared study in any number. ``fresh`` forgets what was there, but for the facts
     of a journal that ``keep`` names.
     Raises :class:`InputError` when a journal is in use, when the place cannot be read or written (then, or later while the
-    study is open), or when the study there asks another question.
+    study is open), or when the study there asks another question; Interrupted when ``stop`` says so while another program has
+    the database locked.
     """
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     if isinstance(place, Path):
@@ -78,7 +84,7 @@ def open_study(
                 study.put(name, value)
             yield study
     else:
-        with database(place) as storage:
+        with database(place, stop) as storage:
             if fresh:
                 _discard(storage, place.name)
             study = SweepStudy(storage, place.name, f"--storage: {place}", identity, shared=True)

@@ -123,7 +123,7 @@ def costs_of(
     for number, item in enumerate(items, 1):
         try:
             found.append(whole_cost(cost(item)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"--cost: {name} failed on input {number} of {source}: {_described(error)}") from None
     return found
 
@@ -173,7 +173,8 @@ def _function(option: str, name: str) -> Any:
             raise InputError(f"{option}: {module_name} has no {path}")
         found = getattr(found, part)
     if not callable(found):
-        raise InputError(f"{option}: {name} is {type(found).__name__}, not callable; it must take a list of items")
+        takes = "one input" if option == "--cost" else "a list of items"
+        raise InputError(f"{option}: {name} is {type(found).__name__}, not callable; it must take {takes}")
     return found
 
 

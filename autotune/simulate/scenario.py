@@ -208,7 +208,8 @@ class Scenario:
         stop: Callable[[], bool] | None = None,
     ) -> Score:
         """``requests`` requests at a mean of ``rate`` under ``knobs``, or under ``controller``, which starts from them and whose
-        decisions are appended to ``log``.
+        decisions are appended to ``log``. Raises :class:`InputError` for a log that cannot be written; one that is a pipe whose
+        reader has gone is no loss.
 
         One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
         come faster or slower than ``rate`` (``Score.offered_rate``). Where some are the same under every seed (:meth:`repeated`),
@@ -243,6 +244,9 @@ class Scenario:
             )  # fmt: skip
         if attached is not None and (error := attached.failed) is not None:
             raise InputError(f"controller {controller} failed: {failure(attached.controller, error)}") from error
+        lost = None if attached is None else attached.log_failure
+        if lost is not None and not isinstance(lost, BrokenPipeError):
+            raise InputError(f"log: {log} could not be written ({lost.strerror or lost})") from None
         return found.model_copy(update={"rate": rate})  # as it was requested, not as the scaled workload rounds it
 
     def _controlled(self, engine: SimulatedEngine, controller: str, log: Path | None) -> Control:

@@ -181,6 +181,11 @@ def _parse(text: str) -> Workload:
             raise InputError(f"{path!r} is no option=value, and {name} replays no file; its options are "
                              f"{', '.join((*COMMON, *PRESETS[name].options))}")  # fmt: skip
         if not named and not os.path.isfile(path):
+            if os.path.exists(path) and not os.path.isdir(path):
+                raise InputError(
+                    f"{path!r} is a pipe or a device; a trace must be a regular file, unless its format is named, as in "
+                    f"azure-conv:{path}"
+                )
             raise InputError(
                 f"{path!r} is no workload and no file; the workloads are {', '.join(NAMES)}, or a trace file"
             )

@@ -137,7 +137,7 @@ def test_the_command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "checked_here.py").write_text(
-        "import time\ndef embed(texts):\n    time.sleep(0.05 + 0.005 * len(texts))\n    return texts\n"
+        "import time\ndef embed(texts):\n    print('called')\n    time.sleep(0.05 + 0.005 * len(texts))\n    return texts\n"
     )
     (tmp_path / "data.jsonl").write_text('"text"\n"longer text"\n')
     save_callable_profile(made.model_copy(update={"function": "checked_here:embed"}), tmp_path / "embed.yaml")

@@ -17,6 +17,7 @@ from autotune.profile.fingerprint import machine
 from autotune.profiling.callable import CallableTarget, identity
 from autotune.profiling.calls import measure_calls
 from autotune.profiling.study import differences, open_study
+from autotune.profiling.subject import Subject
 from runtime import SLO
 from runtime.errors import InputError
 from tests.integration.killing import measured
@@ -186,6 +187,46 @@ def test_a_function_that_fails_leaves_nothing_behind(folder: Path, capsys: pytes
     assert run(ARGUMENTS) == 2
     assert "failed with 4 of the inputs" in capsys.readouterr().err
     assert not list(folder.glob("embed.*"))
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def embed(texts):\n    raise SystemExit(3)\n", "failed with 1 of the inputs: SystemExit: 3"),
+        (
+            "def embed(texts):\n    return texts\ndef cost(text):\n    raise SystemExit\n",
+            "failed on input 1 of data.jsonl: SystemExit",
+        ),
+        (
+            "def embed(texts):\n    return texts\ncost = 3\n",
+            "profiled_again:cost is int, not callable; it must take one input",
+        ),
+    ],
+)
+def test_a_function_or_cost_that_ends_the_program_or_is_none_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], code: str, says: str
+) -> None:
+    (folder / "profiled_again.py").write_text(code)
+    assert run([*ARGUMENTS, *(["--cost", "profiled_again:cost"] if "cost" in code else [])]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --c") and said.endswith(f"{says}\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_the_function_prints_is_not_in_the_json(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    def sweep(subject: Subject, *arguments: Any) -> int:
+        subject.function([])
+        print("{}", file=arguments[-1])
+        return 0
+
+    monkeypatch.setattr("autotune.cli.profile_callable._sweep", sweep)
+    (folder / "profiled_again.py").write_text("print('imported')\ndef embed(texts):\n    print('called')\n")
+    assert run([*ARGUMENTS, *["--json"] * as_json]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ("{}\n" if as_json else "imported\ncalled\n{}\n")
+    assert captured.err == ("imported\ncalled\n" if as_json else "")
 
 
 @pytest.mark.slow

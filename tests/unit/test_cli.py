@@ -290,6 +290,15 @@ def test_help_starts_without_torch_or_optuna() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+@pytest.mark.parametrize("of_a_callable", [False, True])
+def test_profiling_without_the_locks_of_unix_is_one_line(
+    of_a_callable: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.profiling.storage.fcntl", None)
+    words = ["--callable", "m:f", "--inputs", "a"] if of_a_callable else ["--model", "nano"]
+    assert refused(capsys, "profile", *words).startswith("profiling needs the file locks of Unix, which this system")
+
+
 def test_the_package_is_the_command() -> None:
     """``python -m autotune``, where ``autotune`` is not on the path."""
     words = [sys.executable, "-m", "autotune", "explain", "nothing-here.jsonl"]
@@ -320,6 +329,36 @@ def test_after_its_import_ctrl_c_is_left_to_the_command() -> None:
     command = [sys.executable, "-c", code, "--version"]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert ran.stdout == f"autotune {__version__}\n"
+
+
+def closed(redirections: str, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """Python with ``words``, begun by a shell with such ``redirections``."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {redirections}', sys.executable, *words], capture_output=True, timeout=60
+    )
+
+
+def test_without_a_stderr_nothing_that_is_for_it_is_on_stdout() -> None:
+    done = closed("2>&-", "-m", "autotune", "explain", "nothing-here.jsonl")
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize("redirections", ["2>&-", "<&- >&- 2>&-", "<&- >&-"])
+def test_no_file_takes_the_place_of_a_closed_standard_stream(redirections: str, tmp_path: Path) -> None:
+    """Native code prints to descriptor 2, whatever it is: a journal was written over by it."""
+    code = (
+        "import os, sys\nimport autotune.cli.main as command\nfrom autotune.cli.entry import main\n"
+        "def opens():\n"
+        "    with open(sys.argv[1], 'w') as file:\n"
+        "        os.write(1, b'native')\n        os.write(2, b'native')\n"
+        "        print('said')\n        print('said', file=sys.stderr)\n        assert sys.stdin.read() == ''\n"
+        "        file.write('mine')\n"
+        "command.main = opens\nmain()"
+    )
+    done = closed(
+        f"{redirections} " if "<" in redirections else f"{redirections} </dev/null", "-c", code, str(tmp_path / "a")
+    )
+    assert done.returncode == 0 and (tmp_path / "a").read_text() == "mine"
 
 
 @pytest.mark.parametrize("wait", [0, 2])

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -282,7 +283,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert kernels(torch.float32) is not None
     [kept] = fresh.iterdir()
-    assert kept.name.startswith("cpu-kernels-")
+    assert kept.name.startswith("cpu-kernels-") and stat.S_IMODE(kept.stat().st_mode) == 0o644
     ran: list[list[str]] = []
     run = compiled._run
 
@@ -302,6 +303,14 @@ def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch, 
     assert kernels(torch.float32) is not None
     assert len(ran) == 4  # asked for its version again, compiled and linked
     assert elsewhere.stat().st_size == kept.stat().st_size and [*elsewhere.parent.iterdir()] == [elsewhere]
+
+
+def test_what_cannot_be_read_in_the_cache_is_done_without(fresh: Path) -> None:
+    assert kernels(torch.float32) is not None
+    [kept] = fresh.iterdir()
+    (unreadable := kept.with_name(f"{kept.stem.rpartition('-')[0]}-.so")).mkdir()  # also for root
+    kernels.cache_clear()
+    assert kernels(torch.float32) is not None and sorted(fresh.iterdir()) == [unreadable, kept]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

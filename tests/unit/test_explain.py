@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -167,6 +168,8 @@ def test_a_real_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "line 1: evidence is 3; it must be an object",
         ),
         (RUN[0].as_json().replace('"max_batch_size":64', '"max_batch_size":0') + "\n", "max_batch_size is 0; it must"),
+        (re.sub('"old":{[^}]*}', '"old":3', RUN[0].as_json()) + "\n", "line 1: old is 3; it must be an object"),
+        (re.sub('"new":{[^}]*}', '"new":[1]', RUN[0].as_json()) + "\n", "line 1: new is [1]; it must be an object"),
         ("[" * 9000 + "\n", "line 1 is not JSON"),
         (RUN[0].as_json().replace('"at":10.0', f'"at":1{"0" * 400}') + "\n", "line 1: at is 1000"),
         (RUN[0].as_json().replace('"at":10.0', '"at":-1.7e308') + "\n", "line 1: at is -1.7e+308; it must be a"),

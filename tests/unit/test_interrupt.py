@@ -5,12 +5,53 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from typing import Any, NoReturn
+
+import pytest
 
 from autotune.cli.exits import INTERRUPTED
 from autotune.cli.interrupt import stop_on_interrupt
+from autotune.cli.main import run
 
 
-def test_the_first_sets_the_event_and_the_handlers_come_back() -> None:
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_first_is_acknowledged(at_once: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with stop_on_interrupt(at_once=at_once):
+        signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == ("" if at_once else "stopping; once more to end at once\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["profile", "--model", "nano", "--cpu"],
+        ["bench", "--model", "nano", "--cpu"],
+        ["check", "cpu-2core-tiny", "--anyway"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_one_while_the_model_is_loaded_ends_the_process_at_once(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def leave(code: int) -> NoReturn:
+        raise Ended(code)
+
+    def load(*args: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys.modules[f"autotune.cli.{words[0]}"], "load", load)
+    monkeypatch.setattr("os._exit", leave)
+    with pytest.raises(Ended, match=f"^{INTERRUPTED}$"):
+        run(words)
+    assert capfd.readouterr().err.splitlines()[-1] == "stopped"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_first_sets_sets_the_event_and_the_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     with stop_on_interrupt() as requested:
         assert not requested.is_set()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
@@ -107,7 +110,8 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--grace", "nan"), "--grace is nan; it must be a number from 0 to 86400"),
         (("tiny", "--grace", "inf"), "--grace is inf; it must be a number from 0 to 86400"),
         (("tiny", "--ordering", "lifo"), "--ordering is lifo; it must be one of priority, fcfs, "),
-        (("tiny", "--threads", "0"), "--threads is 0; it must be a whole number of at least 1"),
+        (("tiny", "--threads", "0"), "--threads is 0; it must be a whole number from 1 to 1024"),
+        (("tiny", "--threads", "100000"), "--threads is 100000; it must be a whole number from 1 to 1024"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
         (("tiny", "--control"), "--control needs an SLO: add --slo ttft=500ms,tpot=50ms"),
         (("tiny", "--reject-late"), "--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms"),
@@ -152,6 +156,26 @@ def test_a_log_that_another_server_took_while_the_model_was_loaded(
     held[0].join()
     assert code == 2 and text.endswith(
         f"\nerror: --decisions: a controller that has not been closed writes its decisions to {path}; name another file\n"
+    )
+
+
+def test_without_a_place_for_the_control_socket_it_serves_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (folder := tmp_path / f"autotune-{os.getuid()}").write_text("a file in the way")
+
+    def served(api: object, bound: object, *, ready: Callable[[], None], **options: object) -> int:
+        ready()
+        return 0
+
+    monkeypatch.setattr("runtime.serving.run.serve_until_stopped", served)
+    code, text = ended("nano", "--slo", "tpot=1s", "--port", "0", "--device", "cpu")
+    assert code == 0 and "serving nano at http://127.0.0.1:" in text and ", controlled" in text
+    assert (
+        f"note: steer: {folder} cannot be made: File exists; autotune watch, pause and set will not find this server\n"
+        in text
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from optuna.trial import TrialState
 
 import autotune.profiling.study as studies
 from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.profiling import storage
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, hidden, without_passwords
@@ -378,6 +381,31 @@ def test_a_database_that_cannot_be_opened_or_goes_away(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be used"), open_study(shared, IDENTITY) as study:
         (tmp_path / "a.db").write_bytes(b"scribble" * 2000)
         study.put("a", 1)
+
+
+@pytest.fixture
+def locked(shared: SharedStorage, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
+    """The lock of another program on the file of ``shared``."""
+    monkeypatch.setattr(storage, "_TABLES_TIMEOUT_S", 0.01)
+    with closing(sqlite3.connect(shared.url.removeprefix("sqlite:///"), isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield other
+
+
+def test_who_waits_for_another_programs_lock_can_be_stopped(shared: SharedStorage, locked: sqlite3.Connection) -> None:
+    asked = iter([False, True])
+    with pytest.raises(Interrupted), open_study(shared, IDENTITY, stop=lambda: next(asked)):
+        pass
+
+
+def test_another_programs_lock_is_waited_for(
+    shared: SharedStorage, locked: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: locked.rollback() if locked.in_transaction else None)
+    with storage.database(shared) as opened, opened.engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 30_000, (
+            "of the tables' makers it is shorter"
+        )
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -175,6 +175,17 @@ def test_decisions_are_of_a_controller_and_go_into_a_log_of_their_own(
     assert Path(path).read_text() == before
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_decisions_that_cannot_be_written_are_not_said_to_be(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = ["simulate", path, "--token-budget", "512", *CONTROLLED, "--seeds", "1", "--decisions", "/dev/full"]
+    assert run(said) == 2
+    captured = capsys.readouterr()
+    assert (
+        captured.err.splitlines()[-1] == "error: --decisions: /dev/full could not be written (No space left on device)"
+    )
+    assert "were appended" not in captured.out
+
+
 @pytest.mark.parametrize("verb", ["simulate", "capacity"])
 def test_help_names_every_controller_there_is(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -62,6 +63,16 @@ def test_set_pause_resume_kill(engine: SimulatedEngine, attached: Control, capsy
     assert run(["pause", "--kill"]) == 0
     assert engine.knobs == VLLM and attached.status().ended
     assert "detached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["watch", "--once"], ["pause", "/a/socket"], ["set", "token_budget=512"]])
+def test_without_unix_sockets_it_is_one_line(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(socket, "AF_UNIX")
+    assert run(words) == 2
+    said = "error: a controller in another process is reached by a Unix socket, which this system does not have\n"
+    assert capsys.readouterr().err == said
 
 
 def test_what_an_operator_does_while_the_engine_is_idle_stands_at_its_time(

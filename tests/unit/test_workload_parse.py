@@ -78,6 +78,7 @@ def test_paths_may_hold_commas_colons_and_dots(tmp_path: Path) -> None:
         ("nope:rate=2", "'nope:rate=2' is no workload"),
         ("n" * 300, f"'{'n' * 300}' is no workload and no file; the workloads are {', '.join(NAMES)}"),
         ("none.csv,rate=2", "'none.csv' is no workload and no file"),
+        ("/dev/null", "'/dev/null' is a pipe or a device; a trace must be a regular file, unless its format is named"),
         ("poisson,rate=2", 'options follow a colon; write "poisson:rate=2"'),
         ("mooncake", "mooncake replays a file; write mooncake:PATH"),
         ("mooncake:rate=2", "mooncake replays a file; write mooncake:PATH"),

@@ -92,32 +92,33 @@ class Run:
         return "" if wall is None else f"{wall:%Y-%m-%d %H:%M}"
 
 
-def read_run(log: Path, records: Path | None = None) -> Run:
-    """The last run of a decision log; ``records`` is what ``autotune serve --records`` wrote meanwhile.
+def read_run(log: Path, records: Path | None = None, *, decisions: Iterable[Decision] | None = None) -> Run:
+    """The last run of a decision log; ``records`` is what ``autotune serve --records`` wrote meanwhile. ``decisions``: those of
+    the log, where it has been read.
 
     Raises :class:`InputError` for files that cannot be read or hold no run.
     """
-    every = list(read_decisions(log))
+    every = list(read_decisions(log) if decisions is None else decisions)
     if not every:
         raise InputError(f"{log}: holds no decision")
     first = max((i for i, d in enumerate(every) if d.action == "attach"), default=0)
-    decisions = tuple(every[first:])
+    last = tuple(every[first:])
     lacking = (
         [] if first == 0 else [f"The log holds earlier runs as well; this is the last, from decision {first + 1} on."]
     )
-    slo_periods = tuple(SLOsFrom(d.at, slos) for d in decisions if (slos := _slos(d, log)))
+    slo_periods = tuple(SLOsFrom(d.at, slos) for d in last if (slos := _slos(d, log)))
     kept: tuple[RequestRecord, ...] = ()
     unrecorded = "Without --records only decisions are known, and not how the requests fared."
     if records is not None:
-        same = _of_last_boot(_read(records), decisions[0].evidence.get("boot"))
-        ended = decisions[-1].at if decisions[-1].action == "detach" else math.inf
-        kept = tuple(r for r in same if decisions[0].at <= r.arrival <= ended)
+        same = _of_last_boot(_read(records), last[0].evidence.get("boot"))
+        ended = last[-1].at if last[-1].action == "detach" else math.inf
+        kept = tuple(r for r in same if last[0].at <= r.arrival <= ended)
         unrecorded = "" if kept else f"{records.name} holds no request that came while the controller was attached."
     if unrecorded:
         lacking.append(unrecorded)
     if not slo_periods:
         lacking.append("The log does not state the SLO of this run.")
-    return Run(log.name, decisions, kept, slo_periods, tuple(lacking), unrecorded)
+    return Run(log.name, last, kept, slo_periods, tuple(lacking), unrecorded)
 
 
 def _of_last_boot(marked: Sequence[tuple[RequestRecord, str]], boot: object) -> Sequence[RequestRecord]:

@@ -130,10 +130,12 @@ def library(*flags: str) -> ctypes.CDLL:
     depends = "\0".join([_SOURCE.read_text(), version, *flags, str(openmp), _processor()])
     stem, folder = f"cpu-kernels-{_digest(depends.encode())}", _cache()
     for kept in [] if folder is None else sorted(folder.glob(f"{stem}-*.so")):
-        if (
-            kept.stem == f"{stem}-{_digest(kept.read_bytes())}"
-        ):  # else it is damaged, and loading it might end the process
-            with contextlib.suppress(OSError):  # of a folder from which nothing may be executed
+        with contextlib.suppress(
+            OSError
+        ):  # of a file that cannot be read, or a folder from which nothing may be executed
+            if (
+                kept.stem == f"{stem}-{_digest(kept.read_bytes())}"
+            ):  # else it is damaged, and loading it might end the process
                 return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as scratch:
         item, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
@@ -177,12 +179,13 @@ def check(found: Kernels, dtype: torch.dtype) -> None:
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Write ``path`` whole or not at all."""
+    """Write ``path`` whole or not at all. All may read it: a cache may be shared."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o644)  # a temporary file is its owner's alone
             Path(file.name).replace(path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
