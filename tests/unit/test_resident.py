@@ -96,6 +96,7 @@ class FakeCUDA:
         for name, value in {
             "graph_pool_handle": lambda: "the pool", "Stream": Stream, "CUDAGraph": Graph, "graph": graph,
             "current_stream": Stream, "device": lambda device: nullcontext(), "stream": lambda s: within(f"on {s.name}"),
+            "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda mode: log.append(f"waiting: {mode}"),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
 
@@ -111,9 +112,10 @@ def test_a_graph_is_recorded_behind_two_calls_that_warm_up(monkeypatch: pytest.M
     others = torch.zeros(1)
     monkeypatch.setitem(counters._counters, (torch.device("cuda"), 7), others)
     graphs = record_decode((1, 2), lambda size: cuda.log.append(f"step of {size}"), torch.device("cuda"))
-    one = ["side waits for default", "on side", "step of 1", "step of 1", "end"]
-    one += ["on default", "recording on side", "step of 1", "end", "end", "default waits for side"]
-    assert cuda.log == [line.replace("of 1", "of 2") for line in one] + one
+    begin, second = ["side waits for default", "on side", "step of 1"], ["step of 1"]
+    end = ["end", "on default", "recording on side", "step of 1", "end", "end", "default waits for side"]
+    first = [*begin, "waiting: error", *second, "waiting: 0", *end]
+    assert cuda.log == [line.replace("of 1", "of 2") for line in first] + begin + second + end
     assert any(one is others for one in counters._recorded), "earlier recordings keep theirs"
     assert (torch.device("cuda"), 7) not in counters._counters
     cuda.log.clear()

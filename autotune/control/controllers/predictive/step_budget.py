@@ -13,7 +13,8 @@ nearly as many prompt tokens a second: who comes next may have no more time than
 
 Where decodes alone are within the target, and no prompt token has a place beside them, all prompts would wait until nothing
 decodes, or decodes are ahead. If by steps of ``STARVED`` tokens the oldest would have less than ``HURRY`` of its TTFT left, one
-holds as many, or all where an ITL alone is in the way: each such step makes a gap too long for everybody, so few are better.
+holds as many, or all where an ITL alone is in the way: each such step makes a gap too long for everybody, so few are better. Not
+while predictions are far off: then decodes are behind by chance, and will be ahead by chance.
 
 Where steps overlap, slack is as of the end of the step in flight, as predicted.
 
@@ -146,7 +147,8 @@ class StepBudget:
         if allowed == math.inf:
             return top
         prefill = self._most_prefill(view, allowed)
-        if prefill < 1 and self._seconds(view, 0) <= target / min(1.0, self._gain.value):
+        sure = learned.unsteady <= 1 and learned.model.error <= constants.UNRELIABLE
+        if prefill < 1 and sure and self._seconds(view, 0) <= target / min(1.0, self._gain.value):
             # Decodes alone are within the target, but beside a prompt no step is, or who is behind does not catch up.
             seconds = self._seconds(view, constants.STARVED)
             if self._late_in(view, constants.STARVED, seconds, constants.HURRY):
