@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from runtime.batching.core import BatchCore
 from runtime.batching.item import ENDED, NEW, WAITING, Item
@@ -16,9 +17,11 @@ class Backpressure:
     holds nobody up, and newcomers find the queue full until the line is empty.
     """
 
-    def __init__(self, lock: threading.RLock, core: BatchCore) -> None:
+    def __init__(self, lock: threading.RLock, core: BatchCore, refused: Callable[[tuple[Item, Exception]], None]) -> None:
+        """``refused`` is given each item that is not let in, and why, but for those whose threads wait: these raise it."""
         self._lock = lock
         self._core = core
+        self._refused = refused
         self._line: dict[Item, _Place] = {}
 
     @property
@@ -42,24 +45,24 @@ class Backpressure:
 
     def leave(self, item: Item) -> None:
         """``item`` has ended; it may have stood in line."""
-        if (place := self._line.pop(item, None)) is not None:
+        if (place := self._line.get(item)) is not None:
             place.leave()
+            del self._line[item]
 
-    def fill(self, now: float) -> tuple[int, list[tuple[Item, Exception]]]:
-        """Give free places to those who come first. Returns how many went in, and whom the strategy refused, and why, but for
-        those whose threads wait: these raise it themselves."""
+    def fill(self, now: float) -> int:
+        """Give free places to those who come first, but for those whom the strategy refuses. Returns how many went in."""
         entered = 0
-        refused: list[tuple[Item, Exception]] = []
         while self._line and self.admits and self._core.fault is None:
-            item = next(iter(self._line))
-            place = self._line.pop(item)
+            item, place = next(iter(self._line.items()))
+            place.leave()  # first, as everywhere: Ctrl-C may come in between, and its thread looks whether it is out of line
+            del self._line[item]
             waited = now - item.arrival  # it arrives when it is let in: before, its caller was held back
             item.arrival += waited
             item.deadline += waited
             try:
                 self._core.submit(item, now)
             except Exception as error:
-                self._refuse(item, place, error, refused)
+                self._refuse(item, place, error)
             except BaseException:  # such as Ctrl-C: it is the first in line again
                 self._core.take_back(item)
                 item.state = NEW
@@ -67,24 +70,20 @@ class Backpressure:
                 raise
             else:
                 entered += item.state is WAITING
-                place.leave()
-        return entered, refused
+        return entered
 
-    def refuse(self, cause: str) -> list[tuple[Item, Exception]]:
-        """Nobody is let in any more: the ``closed`` ones, but for those whose threads wait."""
-        refused: list[tuple[Item, Exception]] = []
-        line, self._line = self._line, {}
-        for item, place in line.items():
-            self._refuse(item, place, RejectedError(f"item {item.id}: {cause}", reason="closed"), refused)
-        return refused
+    def refuse(self, cause: str) -> None:
+        """Nobody is let in any more: all are refused, for ``closed``. Where Ctrl-C interrupts this, the rest stand in line."""
+        for item, place in list(self._line.items()):
+            self._refuse(item, place, RejectedError(f"item {item.id}: {cause}", reason="closed"))
+            place.leave()
+            del self._line[item]
 
-    @staticmethod
-    def _refuse(item: Item, place: _Place, error: Exception, refused: list[tuple[Item, Exception]]) -> None:
+    def _refuse(self, item: Item, place: _Place, error: Exception) -> None:
+        place.refused = error
         item.state = ENDED
         if place.left is None:
-            refused.append((item, error))
-        place.refused = error
-        place.leave()
+            self._refused((item, error))
 
 
 class _Place:

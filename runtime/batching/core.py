@@ -7,7 +7,7 @@ argument. The knobs are read at every decision, so a change holds from the next 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -387,11 +387,24 @@ class BatchCore:
 
     def drop_waiting(self, cause: str, reason: FinishReason = FinishReason.CANCELLED) -> list[Ended]:
         """End everything that waits, or would run again."""
-        ended = [Ended(item, reason, cause) for item in self._pending]
-        for each in ended:
-            _ = self.forget(each.item) or self.leave(each.item)
-        self._again.clear()
+        ended: list[Ended] = []
+        self.drop_into(ended.append, cause, reason)
         return ended
+
+    def drop_into(self, note: Callable[[Ended], None], cause: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """As :meth:`drop_waiting`. ``note`` is given each item that has ended, also where Ctrl-C interrupts this: the rest then
+        waits for another :meth:`drop_into`. An item may be noted again."""
+        for item in list(self._pending):
+            each = Ended(item, reason, cause)
+            try:
+                _ = self.forget(item) or self.leave(item)
+            finally:
+                if item.state is ENDED:
+                    note(each)
+        self._pending.clear()  # what an interrupted :meth:`forget` left
+        self._again.clear()
+        self.state.waiting = self.state.waiting_cost = 0
+        self.state.free_places = self.max_queue
 
 
 def _ended(item: Item) -> bool:

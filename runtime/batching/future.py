@@ -96,12 +96,13 @@ class ItemFuture(Future[Any]):
         as well in a signal handler that interrupts a call of the batcher: then it is done when that goes on."""
         if self.done():
             return self.cancelled()
-        if not self._pool.withdraw(self.item):  # under the batcher's lock: whoever wins, wins alone
-            return self.cancelled()
+        return self._pool.withdraw(self.item) or self.cancelled()  # under the batcher's lock: whoever wins, wins alone
+
+    def withdrawn(self) -> None:
+        """For the batcher: the item has ended by :meth:`cancel`."""
         self.item.handle = self._keeps = None
         super().cancel()
         self.set_running_or_notify_cancel()
-        return True
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.done():

@@ -140,5 +140,6 @@ def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
 
 
 def refuse(item: Item, error: Exception) -> None:
-    """An item that stood in line is not let into the queue."""
-    _settle(_handle(item), error)
+    """An item that stood in line is not let into the queue; nothing, where it has its outcome."""
+    if item.handle is not None:
+        _settle(_handle(item), error)

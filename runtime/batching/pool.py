@@ -25,11 +25,11 @@ from runtime.batching.backpressure import Backpressure
 from runtime.batching.calls import Calls
 from runtime.batching.core import BatchCore
 from runtime.batching.invoke import Function
-from runtime.batching.item import ENDED, Ended, Item
+from runtime.batching.item import ENDED, NEW, Ended, Item
 from runtime.batching.outcomes import end_early, refuse
 from runtime.clock import Clock
-from runtime.errors import EngineClosedError, RejectedError
-from runtime.records import FinishReason
+from runtime.errors import EngineClosedError, RejectedError, StepFailedError
+from runtime.records import FinishReason, RequestRecord
 from runtime.shared.at_exit import stop_at_exit
 from runtime.shared.expiries import Expiries
 from runtime.shared.listeners import Listeners
@@ -77,7 +77,8 @@ class Pool:
         self._functions = functions
         self._streams = functions[0].streams
         self._idle: dict[Slot, None] = {}
-        self._backpressure = Backpressure(self.lock, core)
+        self._untold: deque[Ended | tuple[Item, Exception]] = deque()  # who ended without a result, or was refused for that
+        self._backpressure = Backpressure(self.lock, core, self._untold.append)
         self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
         self._alive = 0
         self._put_off: deque[Callable[[], object]] = deque()  # to be called by whoever held the lock
@@ -162,22 +163,29 @@ class Pool:
         except BaseException:  # such as Ctrl-C, while it stood in line
             with self.lock:
                 self._within = True
-                refused = self._places_freed([])
+                self._places_freed([])
                 self._within = False
-            self._tell_refused(refused)
+            self._tell_ended()
             raise
         finally:
             if self._put_off:
                 self._catch_up()
 
     def _submit_late(self, item: Item, patient: bool) -> None:
-        if item.state is not ENDED:
-            try:
-                self.submit(item, patient=patient)
-            except Exception as error:
-                refuse(item, error)
+        try:
+            self.submit(item, patient=patient)
+        except Exception as error:
+            refuse(item, error)
+        except BaseException as error:
+            if item.state is ENDED and not item.tries:  # taken back
+                interrupted = StepFailedError(f"item {item.id}: its submit was interrupted by {error!r}")
+                interrupted.__cause__ = error
+                refuse(item, interrupted)
+            raise
 
     def _take_in(self, item: Item, block: bool, patient: bool) -> None:
+        if item.state is not NEW:  # it was put off, and has ended in the meantime
+            return
         if self._closed:
             raise RejectedError(f"item {item.id}: {self._closed_because}", reason="closed")
         held = (block or patient) and not self._backpressure.admits
@@ -225,18 +233,26 @@ class Pool:
             if item.handle is not None:
                 self._put_off.append(item.handle.cancel)
             return False
+        gone = False
         try:
             with self.lock:
                 self._within = True
-                gone = self.core.forget(item) or (self._streams and self.core.leave(item))
-                refused = self._places_freed([item]) if gone else []
-                if gone and self.core.fault is not None:
-                    self.wake()
+                lives = item.state is not ENDED
+                try:
+                    _ = self.core.forget(item) or (self._streams and self.core.leave(item))
+                finally:
+                    gone = lives and item.state is ENDED  # also where Ctrl-C comes in between
+                if gone:
+                    self._places_freed([item])
+                    if self.core.fault is not None:
+                        self.wake()
                 self._within = False
         finally:
+            if gone:
+                item.handle.withdrawn()
             if self._put_off:
                 self._catch_up()
-        self._tell_refused(refused)
+        self._tell_ended()
         if gone and self.listeners.known:
             self.listeners.tell(
                 None, [item_record(item, FinishReason.CANCELLED, self._now(), self.core.epoch, "by the client")]
@@ -263,7 +279,10 @@ class Pool:
                     late = self._put_off.popleft()
                 except IndexError:  # another thread was faster
                     return
-                late()
+                try:
+                    late()
+                except Exception:  # no business of the one that it is called by
+                    log.exception("what a signal handler or a finalizer had asked of the batcher failed")
         finally:
             self._catching_up.discard(me)
 
@@ -365,7 +384,7 @@ class Pool:
                 self._close_functions()
 
     def stop(self, drain: bool) -> None:
-        """As :meth:`close`, without waiting."""
+        """As :meth:`close`, without waiting. Where Ctrl-C interrupts it, it is put off."""
         if self._elsewhere:
             return
         if self.holds_up:
@@ -376,17 +395,20 @@ class Pool:
             with self.lock:
                 self._within = self._closed = True
                 self.core.state.closing = True
-                ended = [] if drain else self.core.drop_waiting("the batcher was closed")
-                self.core.retries = self.core.retries if drain else 0
-                self.wake()
+                self.wake()  # first: whoever comes does what is left where this is interrupted
                 self._timekeeper.look()
-                refused = self._backpressure.refuse(self._closed_because)
+                if not drain:
+                    self.core.retries = 0
+                    self.core.drop_into(self._untold.append, "the batcher was closed")
+                self._backpressure.refuse(self._closed_because)
                 self._within = False
+        except BaseException:
+            self._put_off.append(partial(self.stop, drain))
+            raise
         finally:
             if self._put_off:
                 self._catch_up()
-        self._tell_refused(refused)
-        self._end_early(ended)
+        self._tell_ended()
 
     def wake(self) -> None:
         """Have idle threads ask the core again: something has changed. Needs the lock."""
@@ -406,30 +428,29 @@ class Pool:
         slot.open()  # first: Ctrl-C may come in between
         del idle[slot]
 
-    def _places_freed(self, ended: Iterable[Item]) -> list[tuple[Item, Exception]]:
-        """``ended`` have, or a call took items from the queue: its places go to those in line. Returns whom it refused."""
+    def _places_freed(self, ended: Iterable[Item]) -> None:
+        """``ended`` have, or a call took items from the queue: its places go to those in line."""
         for item in ended:
             self._backpressure.leave(item)
-        entered, refused = self._backpressure.fill(self._now())
-        if entered and self._idle:
+        if self._backpressure.fill(self._now()) and self._idle:
             self._arrived()
-        return refused
 
     def _tick(self) -> bool:
         with self.lock:
             self._within = True
             ended = self.core.expire(self._now())
-            refused = self._places_freed(each.item for each in ended) if ended else []
-            if ended and self.core.fault is not None:
-                self.wake()
+            self._untold += ended
+            if ended:
+                self._places_freed(each.item for each in ended)
+                if self.core.fault is not None:
+                    self.wake()
             over = self._closed and not self._alive
             self._within = False
         if self._put_off:
             self._catch_up()
         if self._abandoned and not self._closed:
             self.stop(drain=False)
-        self._tell_refused(refused)
-        self._end_early(ended)
+        self._tell_ended()
         return not over
 
     # -- the workers ----------------------------------------------------------------------------------------------------
@@ -450,7 +471,8 @@ class Pool:
                         self._idle[slot] = None
                     elif self._idle and core.state.waiting:
                         self._arrived()
-                    refused = self._places_freed(each.item for each in step.ended)
+                    self._untold += step.ended
+                    self._places_freed(each.item for each in step.ended)
                     if step.call is not None:
                         slot.function.begin()
                     self._within = False
@@ -458,9 +480,8 @@ class Pool:
                     self._catch_up()
                 if self._abandoned and not self._closed:
                     self.stop(drain=False)
-                self._tell_refused(refused)
-                if step.ended:
-                    self._end_early(step.ended)
+                if self._untold:
+                    self._tell_ended()
                 if over:
                     return
                 if fault is not None:
@@ -488,28 +509,55 @@ class Pool:
             self._broken = f", for its strategy or grouping raised {error!r}"
             self.core.fault = self.core.fault or error
             self._closed = self.core.state.closing = True
-            ended = self.core.drop_waiting(f"the batcher broke down: {error!r}", FinishReason.ERROR)
-            refused = self._backpressure.refuse(self._closed_because)
+            self.core.drop_into(self._untold.append, f"the batcher broke down: {error!r}", FinishReason.ERROR)
+            self._backpressure.refuse(self._closed_because)
         self.stop(drain=True)
-        self._tell_refused(refused)
-        self._end_early(ended)
+        self._tell_ended()
 
-    def _tell_refused(self, refused: Sequence[tuple[Item, Exception]]) -> None:
-        """Tell those who stood in line and were not let in."""
-        for item, error in refused:
-            refuse(item, error)
-            self._record_refusal(item, error)
+    def _tell_ended(self) -> None:
+        """Tell those whose items ended without a result, or were not let in; also what somebody else left who was interrupted.
+        Not under the lock."""
+        records: list[RequestRecord] = []
+        try:
+            while self._untold:
+                try:
+                    each = self._untold.popleft()
+                except IndexError:  # another thread was faster
+                    break
+                self._tell(each, records)
+            if records:
+                self._kill_unwanted()
+        finally:
+            if records and self.listeners.known:
+                self.listeners.tell(None, records)
 
-    def _end_early(self, ended: Sequence[Ended]) -> None:
-        """Tell those whose items end without a result."""
-        records = [end_early(each, self._now(), self.core.epoch) for each in ended]
-        if ended:
-            with self.lock:
-                for call in self.core.state.running:
-                    if (kill := self._functions[call.worker].kill) and all(item.state is ENDED for item in call.items):
-                        kill()  # nobody waits for what it is at
-        if records and self.listeners.known:
-            self.listeners.tell(None, records)
+    def _tell(self, each: Ended | tuple[Item, Exception], records: list[RequestRecord]) -> None:
+        item = each[0]
+        future = item.handle
+        if future is None:  # it was noted twice
+            return
+        try:
+            if isinstance(each, Ended):
+                records.append(end_early(each, self._now(), self.core.epoch))
+            else:
+                refuse(*each)
+                self._record_refusal(*each)
+        except BaseException:
+            if not future.done():  # Ctrl-C
+                item.handle = future
+                self._untold.appendleft(each)
+            raise
+
+    def _kill_unwanted(self) -> None:
+        """End the calls in processes for which nobody waits. Under the lock, so that none of them gives way to another call."""
+        with self.lock:
+            self._within = True
+            for call in self.core.state.running:
+                if (kill := self._functions[call.worker].kill) and all(item.state is ENDED for item in call.items):
+                    kill()
+            self._within = False
+        if self._put_off:
+            self._catch_up()
 
 
 class Slot:

@@ -37,7 +37,7 @@ class ProcessWorker:
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
         self._pipe: Connection | None = None
-        self._lock = threading.Lock()  # guards the next two, and the process against a kill while it is let go
+        self._lock = threading.RLock()  # guards the next two, and the process against a kill while it is let go
         self._calling = False
         self._killed = False
 
