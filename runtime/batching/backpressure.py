@@ -17,7 +17,9 @@ class Backpressure:
     holds nobody up, and newcomers find the queue full until the line is empty.
     """
 
-    def __init__(self, lock: threading.RLock, core: BatchCore, refused: Callable[[tuple[Item, Exception]], None]) -> None:
+    def __init__(
+        self, lock: threading.RLock, core: BatchCore, refused: Callable[[tuple[Item, Exception]], None]
+    ) -> None:
         """``refused`` is given each item that is not let in, and why, but for those whose threads wait: these raise it."""
         self._lock = lock
         self._core = core
@@ -55,11 +57,11 @@ class Backpressure:
         while self._line and self.admits and self._core.fault is None:
             item, place = next(iter(self._line.items()))
             place.leave()  # first, as everywhere: Ctrl-C may come in between, and its thread looks whether it is out of line
-            del self._line[item]
             waited = now - item.arrival  # it arrives when it is let in: before, its caller was held back
             item.arrival += waited
             item.deadline += waited
             try:
+                del self._line[item]
                 self._core.submit(item, now)
             except Exception as error:
                 self._refuse(item, place, error)

@@ -391,7 +391,9 @@ class BatchCore:
         self.drop_into(ended.append, cause, reason)
         return ended
 
-    def drop_into(self, note: Callable[[Ended], None], cause: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+    def drop_into(
+        self, note: Callable[[Ended], None], cause: str, reason: FinishReason = FinishReason.CANCELLED
+    ) -> None:
         """As :meth:`drop_waiting`. ``note`` is given each item that has ended, also where Ctrl-C interrupts this: the rest then
         waits for another :meth:`drop_into`. An item may be noted again."""
         for item in list(self._pending):

@@ -98,12 +98,6 @@ class ItemFuture(Future[Any]):
             return self.cancelled()
         return self._pool.withdraw(self.item) or self.cancelled()  # under the batcher's lock: whoever wins, wins alone
 
-    def withdrawn(self) -> None:
-        """For the batcher: the item has ended by :meth:`cancel`."""
-        self.item.handle = self._keeps = None
-        super().cancel()
-        self.set_running_or_notify_cancel()
-
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.done():
             self._pool.may_wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from runtime.batching.accounts import item_record
@@ -137,6 +138,13 @@ def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
         error = RequestCancelledError(f"item {item.id}: {cause}")
     _settle(_handle(item), error)
     return item_record(item, reason, now, epoch, cause)
+
+
+def withdraw(item: Item) -> None:
+    """An item has ended by its client's wish."""
+    handle = _handle(item)
+    Future.cancel(handle)  # its own asks the batcher
+    handle.set_running_or_notify_cancel()
 
 
 def refuse(item: Item, error: Exception) -> None:

@@ -26,7 +26,7 @@ from runtime.batching.calls import Calls
 from runtime.batching.core import BatchCore
 from runtime.batching.invoke import Function
 from runtime.batching.item import ENDED, NEW, Ended, Item
-from runtime.batching.outcomes import end_early, refuse
+from runtime.batching.outcomes import end_early, refuse, withdraw
 from runtime.clock import Clock
 from runtime.errors import EngineClosedError, RejectedError, StepFailedError
 from runtime.records import FinishReason, RequestRecord
@@ -77,7 +77,7 @@ class Pool:
         self._functions = functions
         self._streams = functions[0].streams
         self._idle: dict[Slot, None] = {}
-        self._untold: deque[Ended | tuple[Item, Exception]] = deque()  # who ended without a result, or was refused for that
+        self._untold: deque[Ended | tuple[Item, Exception]] = deque()  # ended without a result, or refused
         self._backpressure = Backpressure(self.lock, core, self._untold.append)
         self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
         self._alive = 0
@@ -249,7 +249,7 @@ class Pool:
                 self._within = False
         finally:
             if gone:
-                item.handle.withdrawn()
+                withdraw(item)
             if self._put_off:
                 self._catch_up()
         self._tell_ended()
@@ -402,8 +402,9 @@ class Pool:
                     self.core.drop_into(self._untold.append, "the batcher was closed")
                 self._backpressure.refuse(self._closed_because)
                 self._within = False
-        except BaseException:
-            self._put_off.append(partial(self.stop, drain))
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._put_off.append(partial(self.stop, drain))
             raise
         finally:
             if self._put_off:

@@ -5,25 +5,28 @@ from __future__ import annotations
 import faulthandler
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from runtime import Batcher
+from runtime.batching import pool as pool_module
 from runtime.batching.future import ItemFuture
 from runtime.batching.groupings import grouping_of
 from runtime.batching.item import Item
 from runtime.batching.strategies import Dynamic
 from runtime.batching.strategies.protocol import State
-from runtime.errors import RejectedError, RequestCancelledError
+from runtime.errors import RejectedError, RequestCancelledError, StepFailedError
 from tests.unit.batcher_doubles import Gated, double
 from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
 def no_deadlock() -> Iterator[None]:
-    """The whole process ends, and says where it stands, unless the test does."""
-    faulthandler.dump_traceback_later(60, exit=True)
+    """A test that does not end says where it stands."""
+    faulthandler.dump_traceback_later(300)
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -249,6 +252,156 @@ def test_ctrl_c_where_the_queue_lets_go_of_an_item_costs_nobody_else(monkeypatch
         futures.append(b.submit(3))
         fn.gate.release(2)
         assert [f.result(30) for f in futures] == [0, 1, 3]
+
+
+def test_a_put_off_submit_that_another_thread_cancels_meanwhile_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    b, signal = batcher()
+    submit = b._pool.submit
+
+    def late(item: Item, **options: Any) -> None:
+        if signal.found is not None and item is signal.found.item:
+            thread = threading.Thread(target=signal.found.cancel)
+            thread.start()
+            thread.join(30)
+        submit(item, **options)
+
+    monkeypatch.setattr(b._pool, "submit", late)
+    with b:
+        signal.handler = lambda: b.submit(2)
+        assert b.submit(1).result(30) == 2
+        assert signal.found.cancelled() and not b._pool.core.state.waiting
+        assert b.submit(3).result(30) == 6
+
+
+def test_what_was_put_off_and_fails_costs_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    b, signal = batcher()
+    later: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("put off")
+
+    with b:
+        signal.handler = lambda: b._pool._put_off.extend([fail, lambda: later.append(1)])
+        assert b.submit(1).result(30) == 2
+        assert later == [1] and "put off" in caplog.text
+        assert b.submit(2).result(30) == 4
+
+
+def test_ctrl_c_in_a_put_off_submit_fails_its_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    b, signal = batcher()
+    core = b._pool.core
+    with b:
+
+        def handler() -> ItemFuture:
+            monkeypatch.setattr(core, "submit", interrupted(core.submit, before=True))
+            return b.submit(2)
+
+        signal.handler = handler
+        with pytest.raises(KeyboardInterrupt):
+            b.submit(1)
+        assert isinstance(signal.found.exception(0), StepFailedError)
+        assert b.submit(3).result(30) == 6
+
+
+@pytest.mark.parametrize("where", ["forget", "freed", "listener"])
+def test_ctrl_c_in_a_cancel_leaves_no_future_without_an_outcome(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = Gated()
+    with Batcher(fn, strategy="dynamic", max_batch_size=1, max_wait_ms=0) as b:
+        running = b.submit(0)
+        fn.entered.acquire()
+        waiting = b.submit(1)
+        b.subscribe(SimpleNamespace(on_step=lambda step: None, on_request=lambda record: None))
+        owner: Any
+        owner, name = {
+            "forget": (b._pool.core, "forget"), "freed": (b._pool, "_places_freed"), "listener": (b._pool.listeners, "tell")
+        }[where]  # fmt: skip
+        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name), before=where != "forget"))
+        with pytest.raises(KeyboardInterrupt):
+            waiting.cancel()
+        assert waiting.cancelled() and waiting.cancel()
+        fn.gate.release()
+        assert running.result(30) == 0
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("where", ["drop", "line", "tell", "refuse"])
+def test_ctrl_c_in_a_close_that_does_not_drain_loses_no_item(
+    where: str, times: int, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn = Gated()
+    b = Batcher(fn, strategy="dynamic", max_batch_size=1, max_wait_ms=0, max_queue=4)
+    pool = b._pool
+    running = b.submit(0)
+    fn.entered.acquire()
+    waiting = [b.submit(i) for i in range(1, 5)]
+    for i in range(5, 8):
+        waiting.append(b._future(b._item(i, 1)))
+        pool.submit(waiting[-1].item, patient=True)
+    owner: Any
+    owner, name = {
+        "drop": (pool.core, "forget"), "line": (pool._backpressure, "_refuse"), "tell": (pool_module, "end_early"),
+        "refuse": (pool_module, "refuse"),
+    }[where]  # fmt: skip
+    found = getattr(owner, name)
+    for _ in range(times):
+        found = interrupted(found, before=before)
+    monkeypatch.setattr(owner, name, found)
+    for _ in range(times):
+        with suppress(KeyboardInterrupt):
+            pool.stop(drain=False)
+    fn.gate.release(8)
+    b.close(drain=False)
+    assert running.result(0) == 0
+    assert [type(future.exception(0)) for future in waiting] == [RequestCancelledError] * 4 + [RejectedError] * 3
+    assert not pool.core.state.waiting and not pool.core._pending and not pool._untold
+
+
+def test_ctrl_c_after_the_strategy_refused_one_in_line_still_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = Gated()
+    b = Batcher(fn, strategy="dynamic", max_batch_size=1, max_wait_ms=0, max_queue=1)
+    with b:
+        running, waiting = b.submit(0), b.submit(1)
+        fn.entered.acquire()
+        until(lambda: running.running())
+        held = [b._future(b._item(i, 1)) for i in (2, 3)]
+        for future in held:
+            b._pool.submit(future.item, patient=True)
+        answers: list[BaseException] = [RejectedError("late", reason="slo"), KeyboardInterrupt()]
+
+        def refused(item: Item, now: float) -> None:
+            raise answers.pop(0)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(b._pool.core, "submit", refused)
+            with pytest.raises(KeyboardInterrupt):
+                waiting.cancel()
+        fn.gate.release(2)
+        assert running.result(30) == 0 and held[1].result(30) == 3
+        assert isinstance(held[0].exception(30), RejectedError)
+
+
+def test_who_interrupts_the_end_of_a_call_that_nobody_waits_for_cannot_wait() -> None:
+    fn = Gated()
+    b = Batcher(fn, strategy="dynamic", max_batch_size=1, max_wait_ms=0)
+    running = b.submit(0, timeout_s=100)
+    fn.entered.acquire()
+    b.submit(1)
+    found: list[bool] = []
+
+    def kill() -> None:
+        if not found:
+            found.append(b._pool.holds_up)
+            with pytest.raises(RuntimeError, match="cannot wait"):
+                running.result(30)
+            b.close()
+            fn.gate.release()
+
+    b._pool._functions[0].kill = kill
+    with b._pool.lock:
+        assert b._pool.core.leave(running.item)
+    b.close(drain=False)
+    assert found == [True]
 
 
 @pytest.mark.parametrize("named", ["batcher timekeeper", "batcher loop"])

@@ -200,7 +200,6 @@ def test_close_ends_though_the_last_items_time_out_with_the_last_worker(monkeypa
     for thread in pool.threads():
         thread.join(30)
     monkeypatch.setattr(pool.core, "expire", lambda now: expired)
-    monkeypatch.setattr(pool, "_end_early", lambda ended: None)
     assert not pool._tick()
     b.close()
 

@@ -128,6 +128,22 @@ def test_a_kill_that_comes_when_its_call_is_over_spares_the_next(module: ModuleT
     worker.close()
 
 
+def test_a_signal_handler_may_kill_within_a_kill(module: ModuleType) -> None:
+    worker = ProcessWorker(module.sleepy)
+    kills: list[int] = []
+
+    def handler() -> None:
+        kills.append(1)
+        if len(kills) == 1:
+            assert worker._lock.acquire(blocking=False), "its own thread holds it"
+            worker._lock.release()
+            worker.kill()
+
+    worker._process, worker._calling = SimpleNamespace(kill=handler), True
+    worker.kill()
+    assert kills == [1, 1]
+
+
 def test_a_kill_that_comes_with_the_answer_costs_the_next_call_nothing(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
