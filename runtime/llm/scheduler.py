@@ -20,7 +20,6 @@ back the blocks of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from math import inf
 from typing import Final, NamedTuple
 
@@ -320,7 +319,7 @@ class Scheduler:
         in_progress = len(begun)
         slots = min(knobs.max_batch_size, knobs.token_budget) - decoding - in_progress
         turn, yielding = 0, False
-        recount, computing = partial(self._recount, chunks), self.holdings.computing()
+        computing = self.holdings.computing()
         held_until = None if knobs.max_wait_ms else -inf
         while True:
             head = None if held else waiting.peek()
@@ -354,7 +353,8 @@ class Scheduler:
                     held = limited
             elif (
                 admission is not None
-                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:], recount)) is not None
+                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:], self._recount))
+                is not None
             ):
                 self._late(admission, head, verdict, now)
             elif not self._admit(head, now, chunks):
@@ -400,12 +400,11 @@ class Scheduler:
         computing.chunks = len(chunks)
         return computing.awaited_by(head)
 
-    def _recount(self, chunks: list[Chunk], sequence: Sequence) -> bool:
+    def _recount(self, sequence: Sequence) -> bool:
         if not sequence.hashes:
             return False
-        if self.by_chunk:
-            self._hand_out(chunks)  # what is handed out can be found
-        return self.waiting.recount(sequence, self.holdings.uncached(sequence))
+        # by_chunk blocks that others of the step compute are found in it, and so are still to be counted on
+        return self.waiting.recount(sequence, self.holdings.uncached(sequence), alone=not self.by_chunk)
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """Relegate or end ``sequence``, as the policy says."""

@@ -183,15 +183,17 @@ class WaitingQueue:
         if self._buckets is not None:
             _add(self._buckets, sequence, sign)
 
-    def recount(self, sequence: Sequence, uncached: int) -> bool:
-        """``sequence``, which waits, has ``uncached`` tokens that are not in the prefix cache, and counts on nobody else for them
-        any more. Whether that is fewer than was counted: what has been evicted since is not."""
-        before, now = sequence.pending, min(uncached, sequence.uncached)
+    def recount(self, sequence: Sequence, uncached: int, *, alone: bool = False) -> bool:
+        """``sequence``, which waits, has ``uncached`` tokens that are not in the prefix cache; ``alone``: and counts on nobody
+        else for them any more. Whether that is fewer than was counted: what has been evicted since is not."""
+        before = sequence.pending
+        now = min(uncached, sequence.uncached if alone else before)
         if now != before:
             self._tally(sequence, -1)
             sequence.pending = now
             self._tally(sequence, 1)
-        sequence.uncached = now
+        if alone or now < before:
+            sequence.uncached = now
         return now < before
 
     def work_before(self, sequence: Sequence) -> Work:

@@ -215,10 +215,8 @@ class SteeredRequests:
     def _uncached(self, sequence: Sequence) -> int:
         return int(sequence.target - self.kv.cached(sequence.data)[0])
 
-    def _recount(self, named: set[Any], sequence: Sequence) -> bool:
-        """``named``: blocks that the step which is planned computes."""
-        left = self._uncached(sequence)
-        return self.waiting.recount(sequence, left - self.kv.shared(sequence.data, int(sequence.target) - left, named))
+    def _recount(self, sequence: Sequence) -> bool:
+        return self.waiting.recount(sequence, self._uncached(sequence))
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""

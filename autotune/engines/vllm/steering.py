@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -337,7 +336,7 @@ class Steering(SteeredRequests):
             if plain and spare >= self._blocks(waiting.tokens) + waiting.count:
                 break  # whatever vLLM begins has room
             if admission is not None:
-                verdict = admission.turn(head, now, ahead[:turn] + ahead[len(begun) :], partial(self._recount, named))
+                verdict = admission.turn(head, now, ahead[:turn] + ahead[len(begun) :], self._recount)
                 if verdict is not None:
                     self._late(admission, head, verdict, now)
                     head = next(heads, None)

@@ -64,7 +64,7 @@ WIDTH = 8  # decodes that its beginning is looked for by
 ENTRIES = 2  # times that one was entered before it counts
 AGE = 5000  # steps after which it may have gone
 REST_S = 10.0  # in which the gain returns to 1 while demand is the limit, by e
-UNRELIABLE = 0.3  # mean relative error of predictions that say nothing of the rate of prompts, and hurry and cut nothing
+UNRELIABLE = 0.3  # mean relative error of predictions that say nothing of the rate of prompts, hurry and cut nothing
 
 # Chosen on the loads of benchmarks.vllm_live in virtual time, on M9 and M5 with stalls, seeds 1 and 2, and on the busy host.
 
