@@ -10,7 +10,7 @@ from autotune.profile import Purpose
 from autotune.profile.parts import Capacity, Confidence, ObjectiveName, Point, Setting, StepPoint
 from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import Run, Stage, by_setting, clearly_better
+from autotune.profiling.points import Run, Stage, by_setting, likely_better
 from autotune.workload import Workload
 from runtime.slo import SLO, RequestClass
 
@@ -106,14 +106,14 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         if self.setup is None or not found:
             return {}
         return Objective.under(self.setup).choose(
-            list(found.values()), self.expected, noise=self.noise, baseline=self.baseline, better=self.clearly_better
+            list(found.values()), self.expected, noise=self.noise, baseline=self.baseline, better=self.likely_better
         )
 
     def choice(self) -> tuple[SettingT, str]:
         """The setting to recommend, and why; something must have been simulated."""
         assert self.setup is not None
         return Objective.under(self.setup).balanced(
-            self._eligible(), self.expected, noise=self.noise, baseline=self.baseline, better=self.clearly_better
+            self._eligible(), self.expected, noise=self.noise, baseline=self.baseline, better=self.likely_better
         )
 
     def _eligible(self) -> dict[SettingT, Point]:
@@ -121,14 +121,14 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         found = {s: p for s, p in found.items() if s in self.expected} or found  # one run shows not what is expected
         return {s: p for s, p in found.items() if self.space.allows(s)} or found
 
-    def clearly_better(self, mine: SettingT, base: SettingT) -> bool:
-        """Whether ``mine`` measured clearly more goodput than ``base`` at the rate of the comparison."""
+    def likely_better(self, mine: SettingT, base: SettingT) -> bool:
+        """Whether ``mine`` measured enough more goodput than ``base``, at the rate of the comparison, to be chosen."""
         assert self.setup is not None
         if self.setup.objective != "goodput":
             return False
         runs = self.validated_at(self.setup.rate)
         here, there = ([run for run in runs if run.setting == setting] for setting in (mine, base))
-        return bool(here and there) and clearly_better(here, there, self.noise)
+        return bool(here and there) and likely_better(here, there, self.noise)
 
     def measured_worse(self, setting: SettingT, chosen: SettingT) -> bool:
         """Whether measurements rule ``setting`` out, whatever is expected of it: ``chosen`` measured clearly more goodput; or
@@ -138,4 +138,4 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         base = None if self.baseline is None else points.get(self.baseline)
         more = self.expected.get(setting, 0.0) > self.expected.get(chosen, 0.0) + self.noise
         dominated = base is not None and more and Objective.under(self.setup).dominated(points[setting], base)
-        return dominated or self.clearly_better(chosen, setting)
+        return dominated or self.likely_better(chosen, setting)
