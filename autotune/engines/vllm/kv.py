@@ -63,7 +63,8 @@ class KvPool:
         self._computed: Callable[[Any], Any] = manager.get_computed_blocks
         kinds = [type(one).__name__ for one, _ in found]
         hashed = getattr(scheduler, "hash_block_size", self.block_size)
-        self._named = hashed if kinds == [_WHOLE[0]] and hashed == groups[0].block_size else 0
+        alike = {*kinds} == {_WHOLE[0]} and {group.block_size for group in groups} == {hashed}
+        self._named = hashed if alike else 0
         if self.uncounted:
             log.warning(
                 "KV growth reserve and the check that whole prompts fit are off: the model has KV cache groups of kind %s, whose "
@@ -123,7 +124,7 @@ class KvPool:
 
     def named(self, request: Any, start: int, end: int) -> list[Any]:
         """Hashes of the blocks of ``request`` that are known once its tokens from ``start`` to ``end`` are planned; none where a
-        prefix is more than the blocks of one group."""
+        prefix is more than blocks of full attention."""
         size = self._named
         return list(request.block_hashes[start // size : end // size]) if size else []
 
