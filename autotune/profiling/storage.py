@@ -28,7 +28,7 @@ from runtime.errors import InputError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a system without it: see check_system
 
 HEARTBEAT_S = 10
 _GRACE = 3  # heartbeats that may be missed: a machine under load is not dead
