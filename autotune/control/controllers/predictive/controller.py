@@ -415,14 +415,14 @@ class PredictiveController:
             else:
                 target = min(target, longest)
                 decodes, demand = most, 0.0
-        requests = self._traffic.requests(self._usual.per_second)
         e2e_binds = self._targets.step_time_for_e2e(self._traffic.outputs) < min(self._targets.step, gap)
-        self._steps.by_ceiling = e2e_binds and requests is not None
+        self._steps.by_ceiling = e2e_binds and len(self._traffic.prompts) > 0
         if self._budgeted and not self._steps.by_ceiling:
             prefill = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
             if prefill >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
+        requests = self._traffic.requests(self._usual.per_second)
         attains = None if requests is None else self._attains(decodes, requests, self._gain.value)
         long = constants.LONG_BUDGETED if self._budgeted else constants.LONG
 
