@@ -431,9 +431,9 @@ class StepLearner:
         else:
             self._mixed.update(mixed, y)
 
-    def rescale(self, factor: float) -> None:
-        """The machine takes ``factor``, above 0, times as long as it did, whatever a step holds."""
-        self._unit *= factor
+    def rescale(self, factor: float, *, prompts: bool) -> None:
+        """The machine takes ``factor``, above 0, times as long as it did for steps with prompts, or for those without."""
+        (self._mixed if prompts else self._decode).rescale(factor)
 
     def most_prefill(
         self, decodes: int, context: int, seconds: float, in_progress: Iterable[tuple[int, int]] = ()

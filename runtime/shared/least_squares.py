@@ -53,6 +53,14 @@ class RecursiveLeastSquares:
         self.samples = 4 * len(coefficients)
         self._spread = prior_error
 
+    def rescale(self, factor: float) -> None:
+        """What was learned is of results 1/``factor`` times, above 0, what they are now, as if their unit had been another."""
+        square = factor * factor
+        self.coefficients = [factor * c for c in self.coefficients]
+        self._free = [factor * c for c in self._free]
+        self._cov = [[square * v for v in row] for row in self._cov]
+        self._info = [[v / square for v in row] for row in self._info]
+
     def wants_unit(self, unit: float, y: float, scale: float) -> bool:
         """Whether ``y`` should be the unit of results in place of ``unit``, the first one of all (0: there was none), with
         nothing learned before. ``scale``: the most that any input of ``y`` is of that of the first.
@@ -163,7 +171,7 @@ class RecursiveLeastSquares:
                 before = found[i]
                 found[i] = after = max(0.0, before + (wanted[i] - sum(map(mul, row, found))) / row[i])
                 moved = max(moved, abs(after - before))
-            if moved < 1e-5:  # of coefficients of order one: far below what a step can teach
+            if moved < 1e-5 * max(found):  # far below what a step can teach
                 break
         return found
 

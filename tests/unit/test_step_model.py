@@ -119,6 +119,21 @@ def test_three_inputs_are_taken_in_as_any_number_of_them_is() -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
+def test_a_change_of_speed_is_one_of_the_unit() -> None:
+    """However small or large results have become: what is learned from then on is the same, bounds at 0 included."""
+    dice = random.Random(3)
+    other, made = RecursiveLeastSquares(3), RecursiveLeastSquares(3)
+    for i in range(600):
+        x = [1.0, dice.random(), 4 * dice.random()]
+        y = 1.0 + 0.3 * x[1] + dice.gauss(0, 0.1)  # the third costs nothing, so its coefficient is held at 0 half of the time
+        scale = 1e-9 ** (i // 100) if i < 500 else 1e9
+        if i and i % 100 == 0:
+            made.rescale(1e-9 if i < 500 else 1e45)
+        other.update(x, y)
+        made.update(x, y * scale)
+        assert [v / scale for v in made.coefficients] == pytest.approx(other.coefficients, rel=1e-2, abs=1e-3)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0])
 def test_impossible_times_are_ignored(bad: float) -> None:
     learner = StepLearner()

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune.control.controllers.parts.galloping import largest
-from autotune.control.controllers.parts.running_statistics import ErrorMargin, Recent
+from autotune.control.controllers.parts.running_statistics import Recent, error_margin
 from autotune.control.controllers.parts.targets import SLOTargets
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register_for_batchers
@@ -64,7 +64,7 @@ class BatchingController:
         self._targets = SLOTargets({"default": slo})
         self._fit = RecursiveLeastSquares(3)
         self._units = 0.0, 1.0, 1.0  # seconds, items, cost of the first call learned from
-        self._margin = ErrorMargin()
+        self._margin = 1.1
         self._error = 0.0  # running mean of the relative error of predictions made before each call was learned
         self._trusted = True
         self._calls = 0
@@ -91,10 +91,10 @@ class BatchingController:
         for bound, full in knob.items():  # not full: a deadline cut it short, or a size not felt out yet
             self._bound[bound] += _MEMORY * ((record.limited_by is bound and full) - self._bound[bound])
         if self._fit.wants_unit(self._units[0], seconds, max(n / self._units[1], c / self._units[2])):
-            self._fit, self._units, self._margin = RecursiveLeastSquares(3), (seconds, n, c), ErrorMargin()
+            self._fit, self._units, self._margin = RecursiveLeastSquares(3), (seconds, n, c), 1.1
             self._error = 0.0
         if (predicted := self.predict(n, c)) > 0:
-            self._margin.add(seconds / predicted)
+            self._margin = error_margin(self._margin, seconds / predicted)
         unit, of_items, of_cost = self._units
         self._fit.update([1.0, n / of_items, c / of_cost], seconds / unit)
         self._error += max(_NEWEST, 1 / self._fit.samples) * (min(abs(1 - predicted / seconds), 1.0) - self._error)
@@ -130,7 +130,7 @@ class BatchingController:
         each = self._costs.mean / self._items.mean
         one = self.predict(1, each)
         hopeless = one > target
-        allowed_s = math.inf if hopeless else target / 2 / self._margin.value
+        allowed_s = math.inf if hopeless else target / 2 / self._margin
         size = self._turned(
             LimitedBy.SLOTS,
             knobs.max_batch_size,
@@ -182,7 +182,7 @@ class BatchingController:
         evidence: dict[str, Any] = {
             "calls": self._calls,
             "model_error": round(self._error, 4),
-            "margin": round(self._margin.value, 4),
+            "margin": round(self._margin, 4),
             "items": round(self._items.mean, 2),
             "cost": round(self._costs.mean, 2),
             "slots_bound": round(self._bound[LimitedBy.SLOTS], 3),

@@ -81,7 +81,6 @@ class PredictiveController:
     def __init__(self, slo: SLO, start: Knobs, *, model: StepLearner | None = None, tile: int = TILE) -> None:
         self.start = start
         self._left_alone: dict[str, Any] = {name: getattr(start, name) for name in _LEFT_ALONE}
-        self.regime = "learning"
         self._gain = FeedbackGain()
         self._budgeted = True  # whether each step goes by `budget`
         self._learned = TrustedModel(model)
@@ -106,11 +105,6 @@ class PredictiveController:
     @property
     def model(self) -> StepLearner:
         return self._learned.model
-
-    @property
-    def target(self) -> float:
-        """Seconds that a step may take on average, for the tightest of the classes served lately; inf when nothing bounds it."""
-        return self._steps.target
 
     def set_slos(self, slos: Mapping[str, SLO]) -> None:
         """The SLO of each class from now on. What the old SLOs taught is forgotten."""
@@ -216,10 +210,8 @@ class PredictiveController:
             return proposal
         start = limits.clamp(self.start)
         if self._comparison.holds(now, self._tried_below()):
-            self.regime = "fallback"
-            proposal = proposal._replace(
-                knobs=start, regime="fallback", cause=f"{self._comparison.said}; {proposal.cause}"
-            )
+            cause = f"{self._comparison.said}; {proposal.cause}"
+            proposal = proposal._replace(knobs=start, regime="fallback", cause=cause)
         self._comparison.decided(now, proposal.knobs == start)
         return proposal
 
@@ -231,7 +223,7 @@ class PredictiveController:
         decodes = int(self._traffic.decodes.quantile(0.5))
         if proposal.regime in ("learning", "fallback") or not self.model.ready or not decodes:
             return proposal
-        context = int(decodes * self._traffic.contexts.mean)
+        context = self._traffic.context(decodes)
 
         def seconds(further: int) -> float:
             return self.model.predict(StepFeatures(decodes, context, 0, 0, 0, 0, further))
@@ -250,7 +242,7 @@ class PredictiveController:
         ``HOPELESS``.
         """
         requests = self._traffic.requests(self._usual.per_second)
-        target = self.target / self._gain.value
+        target = self._steps.target / self._gain.value
         below = constants.HOPELESS
         if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
             return below
@@ -296,7 +288,7 @@ class PredictiveController:
         if ready and alone > targets.shortest and targets.no_step_below(min(self._predicted(1), alone)):
             self._gain.clear()  # it was taught by targets that no longer bound steps, or did not yet
             self._comparison.forget()
-        target = self.target
+        target = self._steps.target
         whole = targets.whole < math.inf == targets.step  # how long a step may take follows from how long answers are
         learning = not ready or ((self._budgeted or whole) and len(traffic.outputs) < 4)
         if target == math.inf and ready and (targets.unmet or not learning):
@@ -313,9 +305,7 @@ class PredictiveController:
         budget = self._ceiling_for(decodes, seconds, limits.token_budget)
         if self._budgeted and not self._steps.by_ceiling:
             # The ceiling leaves each step room to spend what requests are ahead, at a typical load.
-            prefill = self.model.most_prefill(
-                decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
-            )
+            prefill = self.model.most_prefill(decodes, traffic.context(decodes), constants.CEILING * seconds)
             room = decodes + int(min(prefill, 1e9))
             if targets.mean == math.inf and self._no_prompt_within_gap(decodes):
                 room = limits.token_budget
@@ -350,7 +340,7 @@ class PredictiveController:
             chunk = min(chunk, knobs.chunk_size)
         self._ceiling = budget
         regime = "demand-limited" if idle else "compute-limited"
-        if traffic.preempts and not idle:
+        if traffic.preemptions >= 0.05 and not idle:
             regime, slots = "kv-limited", f"{slots}; the KV pool preempts"
         prompt = budget - decodes
         took = _ms(self._predicted(decodes, prompt))
@@ -393,7 +383,7 @@ class PredictiveController:
         start = min(self.start.max_batch_size, top)
         if self._most < 1 or self._unsteady or (self._budgeted and self.model.error > constants.UNRELIABLE):
             return start
-        return 1 if self._most >= min(start, at_once) else min(start, self._traffic.in_time(self.target))
+        return 1 if self._most >= min(start, at_once) else min(start, self._traffic.in_time(self._steps.target))
 
     @property
     def _unsteady(self) -> bool:
@@ -404,7 +394,7 @@ class PredictiveController:
         """Tokens of a step that fits the target, or that carries the load where such a one does not. Where the target follows
         from an E2E, those with which most requests are in time: a ceiling that no step has a budget below."""
         demand, gap = self._demand.per_second, self._targets.gap
-        longest = min(self._gain.value, 1.0) * gap / self._learned.margin.value
+        longest = min(self._gain.value, 1.0) * gap / self._learned.margin
         if gap < math.inf and not self._budgeted:  # a gap is a single step, the fullest one too, and no mean
             most = max(decodes, int(self._traffic.decodes.quantile(0.95)))
             if self._no_prompt_within_gap(most):
@@ -418,7 +408,7 @@ class PredictiveController:
         e2e_binds = self._targets.step_time_for_e2e(self._traffic.outputs) < min(self._targets.step, gap)
         self._steps.by_ceiling = e2e_binds and len(self._traffic.prompts) > 0
         if self._budgeted and not self._steps.by_ceiling:
-            prefill = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
+            prefill = self.model.most_prefill(decodes, self._traffic.context(decodes), target)
             if prefill >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
@@ -446,7 +436,7 @@ class PredictiveController:
 
     def _no_prompt_within_gap(self, decodes: int) -> bool:
         """Whether no step with a prompt is as short as an ITL target: the fewer there are, the fewer gaps are too long."""
-        longest = min(self._gain.value, 1.0) * self._targets.gap / self._learned.margin.value
+        longest = min(self._gain.value, 1.0) * self._targets.gap / self._learned.margin
         return self._step_of(decodes, decodes + constants.LEAST_BUDGET) > longest
 
     def _ceiling_in_tiles(self, tokens: int, in_force: int, top: int) -> int:
@@ -478,16 +468,14 @@ class PredictiveController:
 
     def _predicted(self, decodes: int, prompt: int = 0) -> float:
         """Seconds of a step of so many decodes of the usual context, beside one fresh prompt."""
-        context = int(decodes * self._traffic.contexts.mean)
-        return self.model.predict(StepFeatures(decodes, context, prompt, prompt, prompt * (prompt + 1) // 2))
+        context, pairs = self._traffic.context(decodes), prompt * (prompt + 1) // 2
+        return self.model.predict(StepFeatures(decodes, context, prompt, prompt, pairs))
 
     def _step_of(self, decodes: int, tokens: int) -> float:
         """Seconds of a step of so many tokens, ``decodes`` of them decodes, its prompts as prompts have been lately."""
         prompt = max(0, tokens - decodes)
         context, pairs = self._traffic.chunk(prompt)
-        return self.model.predict(
-            StepFeatures(decodes, int(decodes * self._traffic.contexts.mean), prompt, context, pairs)
-        )
+        return self.model.predict(StepFeatures(decodes, self._traffic.context(decodes), prompt, context, pairs))
 
     @property
     def _relief(self) -> float:
@@ -502,7 +490,6 @@ class PredictiveController:
         return min(max(rate, 0.0), 1.0)
 
     def _propose(self, regime: str, knobs: Knobs, cause: str) -> Proposal:
-        self.regime = regime
         unmet = self._targets.unmet
         if unmet:
             cause = f"a single decode takes {1e3 * self._targets.floor:.1f} ms, so {unmet} cannot be met; {cause}"
@@ -516,7 +503,7 @@ class PredictiveController:
             "steps": learned.steps,
             "model_error": round(learned.model.error, 4),
             "bias": round(learned.bias, 4),
-            "margin": round(learned.margin.value, 4),
+            "margin": round(learned.margin, 4),
             "gain": round(self._gain.value, 4),
             "changes": learned.changes,
             "decodes": traffic.decodes.quantile(0.5),

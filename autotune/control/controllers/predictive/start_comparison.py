@@ -30,14 +30,9 @@ from autotune.control.controllers.predictive import constants
 class StartComparison:
     """See the module."""
 
-    __slots__ = (
-        "_begun", "_holds", "_known_until", "_lost", "_ours", "_pause", "_settle", "_since", "_starts", "_until", "at_start",
-    )  # fmt: skip
-
     def __init__(self) -> None:
-        self._starts: deque[bool] = deque(
-            maxlen=constants.STARTS
-        )  # whether requests under the starting knobs met their targets
+        # whether requests under the starting knobs met their targets
+        self._starts: deque[bool] = deque(maxlen=constants.STARTS)
         self._ours: deque[bool] = deque(maxlen=constants.OURS)
         self.at_start = True
         """Whether the starting knobs were decided on last."""
@@ -83,15 +78,11 @@ class StartComparison:
         else:
             early = self._since < self._begun + constants.SHORT_S and share(self._starts) >= constants.HOPELESS
             half = in_force >= constants.SHORT_S and share(self._starts) < share(self._ours) / 2
-            lost = (
-                not early
-                and (half or in_force >= constants.TRIAL_S)
-                and worse(self._starts, self._ours, constants.CERTAIN)
-            )
+            tried = not early and (half or in_force >= constants.TRIAL_S)
+            self._lost = tried and worse(self._starts, self._ours, constants.CERTAIN)
             due = now >= self._until and len(self._starts) >= constants.FEW and share(self._starts) < constants.FINE
             kept = share(self._starts) >= constants.KEPT and worse(self._ours, self._starts, errors=0.0)
-            self._lost = lost
-            self._holds = not (lost or (due and not (kept and now < self._known_until)))
+            self._holds = not (self._lost or (due and not (kept and now < self._known_until)))
         return self._holds
 
     def decided(self, now: float, at_start: bool) -> None:

@@ -73,9 +73,8 @@ class StepBudget:
         self, learned: TrustedModel, traffic: Traffic, targets: SLOTargets, gain: FeedbackGain, tile: int = TILE
     ) -> None:
         self._learned, self._traffic, self._targets, self._gain = learned, traffic, targets, gain
-        self._granted: tuple[SchedulerView, float] | None = (
-            None  # the last step's view and target, until its rate is asked for
-        )
+        # the last step's view and target, until its rate is asked for
+        self._granted: tuple[SchedulerView, float] | None = None
         self._view: SchedulerView | None = None  # the last step's
         self._rate = 0.0
         self._prompts_per_step = 1
@@ -126,7 +125,7 @@ class StepBudget:
             target = min(tightest, gap, for_e2e) * self._gain.value
         else:  # the view does not say: of all classes
             target = min(self._targets.step, for_e2e) * self._gain.value
-        longest = gap * learned.bias / learned.margin.value
+        longest = gap * learned.bias / learned.margin
         slack, allowed = view.decode_slack, target
         if target < slack < math.inf and tightest <= for_e2e and not self.prefill_quantum:
             allowed = min(target + constants.AHEAD * (slack - target), longest)

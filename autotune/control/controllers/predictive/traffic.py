@@ -49,16 +49,15 @@ class Traffic:
             self._reads += record.prefill_context - weight * self._reads
             self._pairs += record.prefill_attention - weight * self._pairs
 
+    def context(self, decodes: int) -> int:
+        """Tokens of context of so many decodes, as they were lately."""
+        return int(decodes * self.contexts.mean)
+
     def chunk(self, tokens: int) -> tuple[int, int]:
         """Context and attention pairs of so many prompt tokens, as in the latest steps; of one fresh prompt before any."""
         if self._tokens < 1 or tokens < 1:
             return tokens, tokens * (tokens + 1) // 2
         return int(tokens * self._reads / self._tokens), int(tokens * self._pairs / self._tokens)
-
-    @property
-    def preempts(self) -> bool:
-        """Whether the KV pool was too small lately."""
-        return self.preemptions >= 0.05
 
     def in_time(self, seconds: float) -> int:
         """The most decodes that one of the latest steps held and took no more than ``seconds``; 0 if none did."""
@@ -92,8 +91,6 @@ class Traffic:
 class Demand:
     """Demand in prompt tokens a second: computed, more of them waiting than before, or lost from the queue; with a memory of
     so many ``seconds``. Until so long has passed, the mean so far."""
-
-    __slots__ = ("_last", "_memory", "_seconds", "_tokens", "_waiting")
 
     def __init__(self, seconds: float = constants.DEMAND_S) -> None:
         self._memory = seconds

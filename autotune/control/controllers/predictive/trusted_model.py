@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from autotune.control.controllers.parts.running_statistics import ErrorMargin
+from autotune.control.controllers.parts.running_statistics import error_margin
 from autotune.control.controllers.predictive import constants
 from runtime.records import StepRecord, StepTimes
 from runtime.step_model import StepFeatures, StepLearner
@@ -15,26 +15,26 @@ class TrustedModel:
     """``bias`` is the running mean of actual/predicted, ``margin`` its 90% quantile; ``trusted`` whether predictions hold.
 
     ``model`` may be one that has learned already. It is thrown away when it has been wrong for long. A change of speed, all
-    steps longer or shorter by the same factor, is found by cumulative sums (Page, Biometrika 41, 1954) of the logarithm of
-    actual/predicted, and the model is scaled by it at once. Steps of more decodes than ``slow.max_decodes`` are not learned from.
+    steps longer or shorter by the same factor, is found by cumulative sums (:class:`SpeedChange`), and the model is scaled by it
+    at once: what it knows of steps with prompts by what such steps took, and of others by theirs. Were prompts scaled by steps of
+    decodes alone, slow moments without a prompt would stay in what is known of prompts, one on top of the other. Steps of more
+    decodes than ``slow.max_decodes`` are not learned from.
     """
 
     def __init__(self, model: StepLearner | None = None) -> None:
         self.model = model or StepLearner()
-        self.margin = ErrorMargin()
+        self.margin = 1.1
         self.bias = constants.RESERVE[0]
         self.trusted = True
         self.steps = 0
         self.slow = SlowRegion()
         self.wrong = 0.0
         """Decaying share of wrong predictions."""
-        self.unsteady = 0.0
-        """Decaying count of changes of speed, a loss of trust counting as two."""
+        self._distrusted = 0.0  # decaying count of losses of trust, each as two changes of speed
         self._times = StepTimes()
         self._untrusted = 0  # steps since it was
-        self._longer = self._shorter = 0.0  # cumulative sums: that steps have become so
+        self._speeds = SpeedChange(), SpeedChange()  # of steps without prompts, and with
         self._noise = 0.0  # mean size of the logarithm
-        self._latest: deque[float] = deque(maxlen=constants.LATEST)  # ratios
         self.changes = 0
         """Changes of speed found."""
 
@@ -53,17 +53,17 @@ class TrustedModel:
                 off = math.log(ratio)
                 if self.slow.saw(record.decodes, off, self._noise):
                     return seconds
-                self.margin.add(ratio)
-                self._watch(ratio, off)
+                self.margin = error_margin(self.margin, ratio)
+                self._watch(ratio, off, bool(record.prefill_tokens))
                 # a stall speaks as loud as a step four times too long, no louder
                 bias = self.bias + constants.MEMORY * (min(ratio, 4.0) - self.bias)
                 self.bias = min(max(bias, constants.RESERVE[0]), constants.RESERVE[1])
             wrong = not predicted > 0 or not 1 / (1 + constants.WRONG) < seconds / predicted < 1 + constants.WRONG
             self.wrong += constants.MEMORY * (wrong - self.wrong)
-            self.unsteady -= self.unsteady / constants.UNSTEADY
+            self._distrusted -= self._distrusted / constants.UNSTEADY
             if self.trusted != (self.wrong < (constants.DISTRUST if self.trusted else constants.TRUST)):
                 self.trusted = not self.trusted
-                self.unsteady += 2
+                self._distrusted += 2
         self._untrusted = 0 if self.trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % constants.RELEARN == 0:
             self.model = StepLearner(warm_up=0, graphs=self.model.graphs)
@@ -71,24 +71,49 @@ class TrustedModel:
         self.model.observe(step, seconds, predicted)
         return seconds
 
-    def _watch(self, ratio: float, off: float) -> None:
-        self._latest.append(ratio)
+    @property
+    def unsteady(self) -> float:
+        """Decaying count of changes of speed, a loss of trust counting as two."""
+        return self._distrusted + max(speed.unsteady for speed in self._speeds)
+
+    def _watch(self, ratio: float, off: float, prompts: bool) -> None:
         off = min(max(off, -constants.LOUDEST), constants.LOUDEST)
         usual = constants.DRIFT + self._noise
         self._noise += constants.MEMORY * (abs(off) - self._noise)
+        for speed in self._speeds:
+            speed.unsteady -= speed.unsteady / constants.UNSTEADY
+        if factor := self._speeds[prompts].found(ratio, off, usual):
+            self.model.rescale(factor, prompts=prompts)
+            if not prompts:
+                self.slow.rescaled(factor)
+            self.bias = constants.RESERVE[0]
+            self.changes += 1
+
+
+class SpeedChange:
+    """Whether steps of a kind all take longer, or shorter, than they did: by cumulative sums of the logarithm of actual/predicted
+    (Page, Biometrika 41, 1954). ``unsteady``: changes found, a count that its owner lets decay."""
+
+    def __init__(self) -> None:
+        self.unsteady = 0.0
+        self._longer = self._shorter = 0.0  # cumulative sums: that steps have become so
+        self._latest: deque[float] = deque(maxlen=constants.LATEST)  # ratios
+
+    def found(self, ratio: float, off: float, usual: float) -> float:
+        """The factor by which steps take longer from now on; 0 if nothing has changed. A step took ``ratio`` times what was
+        predicted, in logarithms ``off``, which is bounded; it usually is off by up to ``usual``."""
+        self._latest.append(ratio)
         self._longer = max(0.0, self._longer + off - usual)
         self._shorter = max(0.0, self._shorter - off - usual)
         if (self._longer < constants.ALARM and self._shorter < constants.ALARM) or len(self._latest) < constants.LATEST:
-            return
-        middle = sorted(self._latest)[constants.LATEST // 2]
-        if abs(math.log(middle)) > constants.CHANGED:  # else it was a stall or two
-            self.model.rescale(middle)
-            self.slow.rescaled(middle)
-            self.bias = constants.RESERVE[0]
-            self.changes += 1
-            self.unsteady += 1
-            self._latest.clear()
+            return 0.0
         self._longer = self._shorter = 0.0
+        middle = sorted(self._latest)[constants.LATEST // 2]
+        if abs(math.log(middle)) <= constants.CHANGED:
+            return 0.0  # a stall or two
+        self.unsteady += 1
+        self._latest.clear()
+        return middle
 
 
 class SlowRegion:
@@ -98,8 +123,6 @@ class SlowRegion:
     crossings into its first decodes, from one step to the next, and at least twice: a machine that becomes slower as a whole does
     so once, and stalls come anywhere. Failure mode: a region that is entered once and never left is learned as if it were all.
     """
-
-    __slots__ = ("_before", "_crossings", "_left", "max_decodes")
 
     def __init__(self) -> None:
         self.max_decodes = math.inf
