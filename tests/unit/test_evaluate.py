@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from autotune.measure.evaluate import QUEUED_S, TOKEN_S, EvaluationError, Interrupted, evaluate, last_deadline, offered
+from autotune.measure.frozen_heap import frozen_heap
 from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
@@ -24,7 +25,6 @@ from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.request import Sequence
 from runtime.shared.ceilings import StepLoad
-from runtime.shared.frozen_heap import frozen_heap
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from tests.building import request_record
