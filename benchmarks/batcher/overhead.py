@@ -19,16 +19,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from math import inf
 from typing import Any
 
 import psutil
 
+from autotune.simulate.virtual_pool import VirtualPool
 from benchmarks.command import at_least, command, exit_code
 from runtime import Batcher, RequestRecord, StepRecord
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Item
 from runtime.batching.strategies import Adaptive
-from runtime.batching.virtual import serve
+from runtime.errors import RejectedError
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 
@@ -135,8 +138,20 @@ def rules_us(count: int, load: float) -> float:
     rate = load * BATCH / (0.020 + 0.002 * BATCH)
     core = BatchCore(Adaptive(), slo=SLO(e2e_ms=400), knobs=Knobs(max_batch_size=BATCH, max_wait_ms=10000))
     items = [Item(None, i / rate) for i in range(count)]
+    pool = VirtualPool(core, lambda call: 0.020 + 0.002 * len(call.items), lambda call, records: None)
     started = time.process_time()
-    serve(core, items, lambda call: 0.020 + 0.002 * len(call.items))
+    for item in (*items, None):
+        arrival = inf if item is None else item.arrival
+        while (due := pool.due) < arrival:
+            pool.advance(due)
+            pool.end_calls()
+            pool.begin_calls(ask=True)
+        if item is not None:
+            pool.advance(arrival)
+            ended = pool.end_calls()
+            with suppress(RejectedError):
+                pool.submit(item)
+            pool.begin_calls(ask=ended)
     return (time.process_time() - started) / count * 1e6
 
 
