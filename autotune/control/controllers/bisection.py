@@ -6,11 +6,11 @@ much → low ← min(b, high − α), high ← min(high + δ, most); else both e
 the two, never below what decodes. α = ``wide`` × the limit, δ = ``slow`` × α, each at least 1.
 
 What is searched is ``token_budget`` and with it ``chunk_size`` (b counts tokens), which is what a step's time depends on where
-prompts are chunked into the steps of decodes; it is set in whole tiles (:mod:`.tiles`). (The paper searches ``max_batch_size``,
-for prompts run elsewhere there.) The other knobs stay as at the start; ``max_wait_ms`` is 0.
+prompts are chunked into the steps of decodes; it is set in whole tiles (:mod:`.parts.tiles`). (The paper searches
+``max_batch_size``, for prompts run elsewhere there.) The other knobs stay as at the start; ``max_wait_ms`` is 0.
 
-Units: tokens; seconds. Regimes: ``above``, ``below``, ``inside`` (the tolerance), ``throughput`` (no target bounds
-a step), ``learning`` (no step yet).
+Units: tokens; seconds. Regimes: ``above``, ``below``, ``inside`` (the tolerance), ``throughput`` (no target bounds a step),
+``learning`` (no step yet).
 
 Failure mode: it takes time for a function of one number. When lengths change, both ends are where the answer was, and it comes
 back by δ a decision; when demand is low, b is small and pulls the low end down with it.
@@ -26,11 +26,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autotune.control.controllers.parts.step_window import StepWindow
 from autotune.control.controllers.parts.targets import step_target
-from autotune.control.controllers.parts.tiles import in_whole_tiles, step_of_whole_tiles
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
+from autotune.control.controllers.rival_parts.step_window import StepWindow
+from autotune.control.controllers.rival_parts.tiles import in_whole_tiles, step_of_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
