@@ -139,9 +139,8 @@ def evaluate(
     )
     wait_until_idle(engine)
     epoch = engine.set_knobs(setting) if setting is not None else engine.epoch
-    knobs = (
-        engine.knobs if setting is None else engine.limits.clamp(setting)
-    )  # what is wanted: memory may allow less by now
+    # what is wanted: memory may allow less by now
+    knobs = engine.knobs if setting is None else engine.limits.clamp(setting)
     recorder = Recorder()
     unsubscribe = engine.subscribe(recorder)
     ceilings = _Ceilings(engine)

@@ -114,9 +114,8 @@ class SLOTargets:
         self.firsts = {name: min(t.ttft, t.e2e) / 1e3 for name, t in counted.items()}
         self.first = min(self.firsts.values(), default=math.inf)
         firsts = [min(t.ttft, t.e2e) for t in self._counted.values()]
-        self.mixed = "default" not in self._slos or max(firsts) > _LOOSER * min(
-            firsts
-        )  # others than those named have no target
+        # others than those named have no target
+        self.mixed = "default" not in self._slos or max(firsts) > _LOOSER * min(firsts)
         self._wholes = {name: t.e2e / 1e3 for name, t in counted.items() if t.e2e < math.inf}
         self.whole = min(self._wholes.values(), default=math.inf)
         self.left_out = any(left_out.values())
