@@ -25,7 +25,6 @@ from typing import Any
 
 import psutil
 
-from autotune.simulate.virtual_pool import VirtualPool
 from benchmarks.command import at_least, command, exit_code
 from runtime import Batcher, RequestRecord, StepRecord
 from runtime.batching.core import BatchCore
@@ -135,6 +134,8 @@ def memory(count: int, looks: int = 5) -> list[tuple[int, float]]:
 
 def rules_us(count: int, load: float) -> float:
     """CPU µs an item of core and strategy in virtual time: 20 ms and 2 ms an item, SLO 400 ms."""
+    from autotune.simulate.virtual_pool import VirtualPool  # what it loads is no memory of the batcher's
+
     rate = load * BATCH / (0.020 + 0.002 * BATCH)
     core = BatchCore(Adaptive(), slo=SLO(e2e_ms=400), knobs=Knobs(max_batch_size=BATCH, max_wait_ms=10000))
     items = [Item(None, i / rate) for i in range(count)]
@@ -175,10 +176,10 @@ def main() -> None:
         costs = [cost for cost, _ in found]
         sizes = statistics.median(size for _, size in found)
         print(f"{way:>20} {statistics.median(costs):8.2f} {min(costs):8.2f} {max(costs):8.2f} {sizes:13.1f}")
+    seen = memory(args.long)  # before the rules, for what those load
     print("\nthe rules alone, in virtual time, at a load of capacity")
     for load in (0.3, 0.9, 1.3):
         print(f"{load:>20} {rules_us(20_000, load):8.2f}")
-    seen = memory(args.long)
     print("\nresident memory")
     for items, size in seen:
         print(f"{items:>20} {size:8.1f} MiB")
