@@ -21,14 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autotune.measure.evaluate import recorded
+from autotune.simulate.batcher import SimulatedBatcher
 from autotune.workload.fitted import load_fitted
 from autotune.workload.readers import read_azure
 from benchmarks.command import at_least, command, exit_code
 from runtime import KnobLimits, Knobs
-from runtime.batching.core import BatchCore
-from runtime.batching.item import Call, Item
-from runtime.batching.strategies import Dynamic
-from runtime.batching.virtual import serve
+from runtime.batching.item import Call
 
 LARGEST = 16
 BASE_S, TOKEN_S = 0.005, 20e-6
@@ -78,28 +77,30 @@ def lengths_of(trace: str | None, count: int, rng: random.Random) -> list[int]:
 
 def measure(way: Way, lengths: Sequence[int], rate: float, seed: int) -> Found:
     """Items of ``lengths`` at Poisson times, ``rate`` a second, the worker never idle while any wait."""
-    rng = random.Random(seed)
-    now, items = 0.0, []
-    for length in lengths:
-        now += rng.expovariate(rate) if rate < inf else 0.0
-        items.append(Item(length, now, cost=length))
+    computed: list[int] = []  # by each call
 
-    def tokens(call: Call) -> int:
-        return way.tokens([item.payload for item in call.items])
+    def service(call: Call) -> float:
+        computed.append(way.tokens([item.cost for item in call.items]))
+        return BASE_S + TOKEN_S * computed[-1]
 
     most = Knobs(max_batch_size=LARGEST, max_wait_ms=0, token_budget=_LONGEST)
-    core = BatchCore(
-        Dynamic(), way.grouping, knobs=most, limits=KnobLimits(max_batch_size=LARGEST, token_budget=_LONGEST)
-    )
-    served = serve(core, items, lambda call: BASE_S + TOKEN_S * tokens(call))
-    computed = sum(tokens(call) for call in served.calls)
-    seconds = sorted(record.finished - record.arrival for record in served.records)
+    limits = KnobLimits(max_batch_size=LARGEST, token_budget=_LONGEST)
+    batcher = SimulatedBatcher(service, lengths, strategy="dynamic", grouping=way.grouping, knobs=most, limits=limits)
+    rng = random.Random(seed)
+    with recorded(batcher) as log:
+        for _ in lengths:  # in their order
+            if rate < inf:
+                batcher.wait(rng.expovariate(rate))
+            batcher.submit(())
+        batcher.close()
+    records = log.requests.values()
+    seconds = sorted(record.finished - record.arrival for record in records)
     return Found(
-        1 - sum(lengths) / computed,
+        1 - sum(lengths) / sum(computed),
         seconds[len(seconds) // 2],
         seconds[int(0.99 * len(seconds))],
-        len(lengths) / max(record.finished for record in served.records),
-        len(lengths) / len(served.calls),
+        len(lengths) / max(record.finished for record in records),
+        len(lengths) / len(computed),
     )
 
 

@@ -57,9 +57,8 @@ class KnobSpec:
             value = float(text) if "_" not in text else inf
         except ValueError:
             value = inf
-        written = (
-            int(value) if value.is_integer() else value if isfinite(value) else text
-        )  # an error quotes what was written
+        # an error quotes what was written
+        written = int(value) if value.is_integer() else value if isfinite(value) else text
         return self.check(written, high, where=where)
 
     def _wrong(self, value: object, top: float, where: str) -> ValueError:

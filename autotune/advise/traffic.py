@@ -20,10 +20,8 @@ FEWEST = 20
 """Requests that must have ended, or nothing is said of them."""
 _BURSTY = 2.0  # variance of the arrivals in an interval over their mean; 1 of a Poisson process
 _MOST_CV = 10.0
-_INTERVALS, _EXPECTED = (
-    10,
-    10.0,
-)  # to tell burstiness by, and arrivals in each: in shorter ones bursts are not seen whole
+# to tell burstiness by, and arrivals in each: in shorter ones bursts are not seen whole
+_INTERVALS, _EXPECTED = 10, 10.0
 _GIVEN_UP = 1.05  # times as many first tokens as requests that ended, from which on clients are known to give up
 _NARROW = 0.05  # a coefficient of variation below which lengths are all alike
 

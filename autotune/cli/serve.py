@@ -294,11 +294,11 @@ def _serve_here(
 ) -> int:
     """Serve by this process until it is stopped. ``profile``: of what is served, if there is one."""
     from autotune.control.attach import attach
+    from autotune.measure.frozen_heap import frozen_heap
     from autotune.profile.fingerprint import recorded_otherwise, stored_otherwise
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, end_if_lost, serve_until_stopped, url_of, warm_up
-    from runtime.shared.frozen_heap import frozen_heap
 
     with ExitStack() as last, ExitStack() as stack:
         bound = stack.enter_context(bind(requested.host, requested.port))

@@ -77,9 +77,8 @@ def attach(
         start = loaded.knobs
     begin = engine.wanted_knobs if start is None else engine.limits.clamp(start)
     if controller is None or isinstance(controller, str):
-        fallback = (
-            engine.wanted_knobs if observe_only and controller in (None, "predictive") else begin
-        )  # what serves meanwhile
+        # what serves meanwhile
+        fallback = engine.wanted_knobs if observe_only and controller in (None, "predictive") else begin
         controller = _named(controller, engine, target, fallback, loaded)
     attached = Control(
         engine,

@@ -8,13 +8,8 @@ from autotune.cost.fields import MOST
 from runtime.errors import InputError
 
 _PRICE = re.compile(r"^\s*[$€£]?\s*(?P<amount>[0-9]+(?:\.[0-9]+)?)\s*/\s*(?P<unit>h|hr|hour|day|month)\s*$")
-_HOURS = {
-    "h": 1.0,
-    "hr": 1.0,
-    "hour": 1.0,
-    "day": 24.0,
-    "month": 730.0,
-}  # a month as cloud price lists count it: 8760 h / 12
+# a month as cloud price lists count it: 8760 h / 12
+_HOURS = {"h": 1.0, "hr": 1.0, "hour": 1.0, "day": 24.0, "month": 730.0}
 
 
 def parse_price(text: str) -> float:

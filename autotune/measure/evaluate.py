@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from autotune.engines import Engine, Handle, VirtualEngine, virtual, waiting
+from autotune.measure.frozen_heap import frozen_heap
 from autotune.measure.score import Score, deadline, score
 from autotune.workload import Arrival, Workload, prompt_ids, replay
 from autotune.workload.replay import ReplayReport
@@ -28,7 +29,6 @@ from runtime.errors import AutotuneError, EngineClosedError, RejectedError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
-from runtime.shared.frozen_heap import frozen_heap
 from runtime.slo import SLO, RequestClass, slo_for, slos_of
 
 __all__ = ["EvaluationError", "Interrupted", "Recorder", "evaluate", "last_deadline", "recorded", "wait_until_idle"]
@@ -139,9 +139,8 @@ def evaluate(
     )
     wait_until_idle(engine)
     epoch = engine.set_knobs(setting) if setting is not None else engine.epoch
-    knobs = (
-        engine.knobs if setting is None else engine.limits.clamp(setting)
-    )  # what is wanted: memory may allow less by now
+    # what is wanted: memory may allow less by now
+    knobs = engine.knobs if setting is None else engine.limits.clamp(setting)
     recorder = Recorder()
     unsubscribe = engine.subscribe(recorder)
     ceilings = _Ceilings(engine)

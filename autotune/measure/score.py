@@ -128,9 +128,8 @@ _ALL_GAPS = 100
 
 def deadline(slo: SLO, output_tokens: int) -> float:
     """Seconds after its arrival by which a request of ``output_tokens`` has met its SLO, or never will (inf: no such time)."""
-    every = (
-        output_tokens <= _ALL_GAPS
-    )  # else the longest gap is beyond the 99th percentile, and may be as long as it likes
+    # of more, the longest gap is beyond the 99th percentile, and may be as long as it likes
+    every = output_tokens <= _ALL_GAPS
     gap = min((t for t in (slo.tpot_ms, slo.itl_ms if every else None) if t is not None), default=math.inf)
     first = slo.ttft_ms if slo.ttft_ms is not None else math.inf
     by_tokens = first if output_tokens == 1 else first + gap * (output_tokens - 1)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import inf
 
 from autotune.simulate.open_loop import offer_open_loop
+from autotune.simulate.virtual_pool import VirtualPool
 from autotune.workload import Arrival, ReplayReport, prompt_ids
 from runtime.batching.accounts import call_record
 from runtime.batching.core import BatchCore
@@ -22,7 +23,6 @@ from runtime.batching.groupings import Grouping
 from runtime.batching.item import Call, Ended, Item
 from runtime.batching.strategies import Strategy, strategy_of
 from runtime.batching.tuning import TunableBatcher
-from runtime.batching.virtual import VirtualPool
 from runtime.clock import VirtualClock
 from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs

@@ -138,9 +138,8 @@ class RateSearch:
     def __init__(
         self, start: float, *, precision: float, lowest: float = 0.0, highest: float = math.inf, step: float = 2.0
     ) -> None:
-        self._octave: int = 2 ** math.ceil(
-            math.log2(math.log(2) / math.log1p(precision))
-        )  # steps of the grid in an octave
+        # steps of the grid in an octave
+        self._octave: int = 2 ** math.ceil(math.log2(math.log(2) / math.log1p(precision)))
         self._step = max(1, round(self._octave * math.log2(step)))
         self._lowest, self._highest = max(lowest, start / _REACH), min(highest, start * _REACH)
         self._start = start
@@ -299,9 +298,8 @@ class Search:
             top = max(found.values(), key=lambda one: one.worth, default=None)
             bar = start
             if top is not None:
-                bar = (
-                    top.seeds[0].rate * (1 + self.precision) or start
-                )  # the same requests, only a little closer together
+                # the same requests, only a little closer together
+                bar = top.seeds[0].rate * (1 + self.precision) or start
                 if top.rate and (bar > self.highest or not self._holds(knobs, bar, self.seeds[0], progress)[0]):
                     tried.add(knobs)
                     return -math.inf

@@ -19,6 +19,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from math import inf
 from typing import Any
 
 import psutil
@@ -28,7 +30,7 @@ from runtime import Batcher, RequestRecord, StepRecord
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Item
 from runtime.batching.strategies import Adaptive
-from runtime.batching.virtual import serve
+from runtime.errors import RejectedError
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 
@@ -132,11 +134,25 @@ def memory(count: int, looks: int = 5) -> list[tuple[int, float]]:
 
 def rules_us(count: int, load: float) -> float:
     """CPU µs an item of core and strategy in virtual time: 20 ms and 2 ms an item, SLO 400 ms."""
+    from autotune.simulate.virtual_pool import VirtualPool  # what it loads is no memory of the batcher's
+
     rate = load * BATCH / (0.020 + 0.002 * BATCH)
     core = BatchCore(Adaptive(), slo=SLO(e2e_ms=400), knobs=Knobs(max_batch_size=BATCH, max_wait_ms=10000))
     items = [Item(None, i / rate) for i in range(count)]
+    pool = VirtualPool(core, lambda call: 0.020 + 0.002 * len(call.items), lambda call, records: None)
     started = time.process_time()
-    serve(core, items, lambda call: 0.020 + 0.002 * len(call.items))
+    for item in (*items, None):
+        arrival = inf if item is None else item.arrival
+        while (due := pool.due) < arrival:
+            pool.advance(due)
+            pool.end_calls()
+            pool.begin_calls(ask=True)
+        if item is not None:
+            pool.advance(arrival)
+            ended = pool.end_calls()
+            with suppress(RejectedError):
+                pool.submit(item)
+            pool.begin_calls(ask=ended)
     return (time.process_time() - started) / count * 1e6
 
 
@@ -160,10 +176,10 @@ def main() -> None:
         costs = [cost for cost, _ in found]
         sizes = statistics.median(size for _, size in found)
         print(f"{way:>20} {statistics.median(costs):8.2f} {min(costs):8.2f} {max(costs):8.2f} {sizes:13.1f}")
+    seen = memory(args.long)  # before the rules, for what those load
     print("\nthe rules alone, in virtual time, at a load of capacity")
     for load in (0.3, 0.9, 1.3):
         print(f"{load:>20} {rules_us(20_000, load):8.2f}")
-    seen = memory(args.long)
     print("\nresident memory")
     for items, size in seen:
         print(f"{items:>20} {size:8.1f} MiB")

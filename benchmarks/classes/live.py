@@ -13,6 +13,7 @@ from autotune.bench import Contender, Estimate, Outcome, PairedComparison, Resul
 from autotune.cost.model import CostModel
 from autotune.engines import virtual, waiting
 from autotune.measure.evaluate import EvaluationError, Interrupted, offered, recorded, wait_until_idle
+from autotune.measure.frozen_heap import frozen_heap
 from autotune.profiling.setup import balanced_seeds
 from autotune.workload import Workload, parse_workload, prompt_ids
 from benchmarks.classes import loads
@@ -41,7 +42,6 @@ from runtime.errors import EngineClosedError, InputError
 from runtime.knobs import Knobs
 from runtime.records import RequestRecord
 from runtime.request import SamplingParams
-from runtime.shared.frozen_heap import frozen_heap
 from runtime.slo import SLO, RequestClass
 
 E2E_FACTOR: Final = 120

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from autotune.control.controllers.parts.tiles import step_of_whole_tiles
+from autotune.control.controllers.rival_parts.tiles import step_of_whole_tiles
 from autotune.control.controllers.static import StaticController
 from runtime.knobs import Knobs
 from runtime.records import StepRecord

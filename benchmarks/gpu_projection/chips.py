@@ -88,10 +88,8 @@ def fastest_s(chip: Chip, calls: Iterable[Call]) -> float:
 
 
 _PRODUCTS: Final = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # of a layer of Llama 3 8B, in and out
-_MEASURED: Final = {  # columns of the tables' operations that are these, and norms
-    "h100-llama3-8b": ((0, 1, 2, 3), (4, 5)),
-    "a100-llama3-8b": ((1, 3, 5, 7), (0, 4)),
-}
+# columns of the tables' operations that are these, and norms
+_MEASURED: Final = {"h100-llama3-8b": ((0, 1, 2, 3), (4, 5)), "a100-llama3-8b": ((1, 3, 5, 7), (0, 4))}
 _FEW, _MANY = 64, (1024, 4096)  # rows of products that stream weights, and of those that compute
 
 

@@ -42,9 +42,8 @@ class WithoutForward(TorchExecutor):
     """Does all of a step but the forward."""
 
     def _forward(self, prepared: Any) -> Tensor:
-        prepared.step.state.plan(
-            _HEADS, _KV_HEADS
-        )  # as the first layer does: the list is made in every step from then on
+        # as the first layer does: the list is made in every step from then on
+        prepared.step.state.plan(_HEADS, _KV_HEADS)
         rows = max(1, len(prepared.sampling))
         return torch.zeros(rows, _VOCABULARY)[: len(prepared.sampling)]
 

@@ -132,9 +132,8 @@ class Contest:
             if result.turn.contender in met:
                 met[result.turn.contender].append(result.score.met)
         left = [contender for contender, kept in met.items() if len(kept) == self._rounds[case.name]]
-        return sorted(
-            left, key=lambda contender: sum(met[contender]), reverse=True
-        )  # stable: as they came, before any round
+        # stable: as they came, before any round
+        return sorted(left, key=lambda contender: sum(met[contender]), reverse=True)
 
     def _serve(self, case: Case, contender: Contender, number: int) -> bool:
         """False when it was stopped. A turn that fails is left out, and named; it never becomes a bad score."""

@@ -27,10 +27,8 @@ from runtime.slo import SLO, find_slo, first_target
 from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
-_PAUSE, _COUNTS_AS = (
-    32,
-    4,
-)  # times the usual gap: one longer than that is a pause, which would pass for a low rate; and what for
+# times the usual gap: one longer than that is a pause, which would pass for a low rate; and what for
+_PAUSE, _COUNTS_AS = 32, 4
 _NEWEST_CALL = 0.1  # its weight in the mean
 
 

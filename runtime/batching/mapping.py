@@ -127,9 +127,8 @@ def _in_order(source: Iterator[ItemFuture], running: deque[ItemFuture], most: in
 def _as_completed(
     source: Iterator[ItemFuture], running: dict[ItemFuture, None], most: int, pool: Pool
 ) -> Iterator[Any]:
-    over: SimpleQueue[ItemFuture] = (
-        SimpleQueue()
-    )  # each tells when it is over, so that nobody has to look at all of them
+    # each tells when it is over, so that nobody has to look at all of them
+    over: SimpleQueue[ItemFuture] = SimpleQueue()
     for future in source:
         running[future] = None
         future.add_done_callback(over.put)

@@ -147,9 +147,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return (
-            self.scheduler.has_work or self._flight is not None or bool(self.scheduler.rejected)
-        )  # whose end is to be said
+        # the end of those rejected is to be said
+        return self.scheduler.has_work or self._flight is not None or bool(self.scheduler.rejected)
 
     @property
     def next_expiry(self) -> float:

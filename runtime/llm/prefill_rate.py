@@ -116,10 +116,8 @@ class PrefillRate:
 
     def __init__(self, source: RateSource | None = None) -> None:
         self.source = source
-        self._limited, self._cut = (
-            _Measured(),
-            _Measured(),
-        )  # whatever limited the step, and where it held all that it may
+        # whatever limited the step, and where it held all that it may
+        self._limited, self._cut = _Measured(), _Measured()
         self._free = False  # whether nothing held prompts back in the latest step
         self.short_of_kv = False
         """Whether the next prompt found no KV blocks in the latest step: then it waits at its turn, too."""

@@ -107,9 +107,8 @@ class Scheduler:
         self.most_sampled = most_sampled
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
-        self._unsettled: dict[
-            Sequence, int
-        ] = {}  # prompts in progress -> where the chunk that is committed, not settled, begins
+        # prompts in progress -> where the chunk that is committed, not settled, begins
+        self._unsettled: dict[Sequence, int] = {}
 
     @property
     def running(self) -> int:
@@ -245,9 +244,8 @@ class Scheduler:
                 left = min(left, self.most_sampled - n - len(chunks))
             drafts = self._plan_drafts(each, left)
             n -= len(drafts)
-        alike = (
-            self.fast_forward and n and not (chunks or each or short or aside)
-        )  # behind such a step others may begin
+        # behind such a step others may begin
+        alike = self.fast_forward and n and not (chunks or each or short or aside)
         if self.admission is not None and self.admission.policy.late and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1

@@ -31,9 +31,8 @@ class Settings:
         """Gives each step its own budget, below the knob. Set by :meth:`set_policy`."""
         self.lease = LeaseHolder()
         """The right to turn the knobs: one, however many faces they are turned through."""
-        self._turning = (
-            threading.RLock()
-        )  # so that no two settings get one epoch; a signal handler may set within a setting
+        # so that no two settings get one epoch; a signal handler may set within a setting
+        self._turning = threading.RLock()
 
     @property
     def knobs(self) -> Knobs:

@@ -221,11 +221,8 @@ class TorchExecutor:
             self._serial = 0
             self._tainted: set[int] = set()  # blocks that may hold values that are not finite
             self._launched: deque[_Launched] = deque()
-            self._penalised: tuple[object, int, bool] = (
-                None,
-                -1,
-                False,
-            )  # of a decode set at a version: whether a row needs its tokens
+            # of a decode set at a version: whether a row needs its tokens
+            self._penalised: tuple[object, int, bool] = (None, -1, False)
             self._resident = self._record(backend, max_batch_size) if max_batch_size is not None else None
             self._steps: RecordedSteps | None = None
             if token_budget is not None and max_batch_size is not None and self._resident is not None:
@@ -512,9 +509,8 @@ class TorchExecutor:
         slots = rows.slots(positions)
         flying: dict[Sequence, int] = {} if flight is None else flight.rows
         fed = [row for row, s in enumerate(rows.sequences) if s in flying] if flying else []
-        ids = [
-            s.output[-1] if s.output and s not in flying else 0 for s in rows.sequences
-        ]  # without: failed at its first
+        # one without output has failed at its first token
+        ids = [s.output[-1] if s.output and s not in flying else 0 for s in rows.sequences]
         sampling, at = list(rows.sequences), len(ids)
         behind = [0] * at
         all_positions, all_slots = [positions], [slots]

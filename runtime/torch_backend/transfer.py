@@ -102,9 +102,8 @@ class Readback:
         found, at, host = [], 0, self._bytes.cpu()
         for dtype, shape in self._kinds:
             end = at + shape.numel() * dtype.itemsize
-            found.append(
-                host[at:end].clone().view(dtype).view(shape)
-            )  # a copy begins at an address that suits the dtype
+            # a copy begins at an address that suits the dtype
+            found.append(host[at:end].clone().view(dtype).view(shape))
             at = end
         return found
 

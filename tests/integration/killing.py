@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import tempfile
@@ -16,7 +15,7 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from tests.unit.simulating import noted
+from tests.unit.simulating import noted, spawned
 
 KILLS = 10
 """Moments drawn for a kill."""
@@ -46,10 +45,9 @@ def killed_often(
     the machine has time for): a run may be done before the last moments, but not before half of them. One that is killed
     when its study is finished is done, too: the next would measure anew.
     """
-    dice, context, kills = random.Random(seed), multiprocessing.get_context("spawn"), []
+    dice, kills = random.Random(seed), []
     for size in sorted(dice.randrange(int(0.95 * whole.stat().st_size)) for _ in range(KILLS)):
-        process = context.Process(target=target, args=arguments)
-        process.start()
+        process = spawned(target, *arguments)
         until = time.monotonic() + 240
         while process.is_alive() and (not journal.exists() or journal.stat().st_size < size):
             assert time.monotonic() < until
@@ -62,8 +60,7 @@ def killed_often(
         assert process.exitcode == -signal.SIGKILL
         kills.append(Kill(len(noted(log)), measured(journal)))
     if not finished(journal):
-        process = context.Process(target=target, args=arguments)
-        process.start()
+        process = spawned(target, *arguments)
         process.join(300)
         assert process.exitcode == 0
     assert len(kills) >= KILLS // 2

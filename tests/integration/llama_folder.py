@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+LOAD_ON_CPU = ["--cpu", "--dtype", "float32", "--workload", "poisson:prompt=24,output=6"]
+"""Options of commands that load it."""
+
 
 def llama_folder(
     folder: Path, *, vocabulary: int = 160, hidden: int = 32, intermediate: int = 64, context: int = 512

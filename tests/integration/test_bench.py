@@ -15,25 +15,10 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.profile import save_profile
-from tests.integration.llama_folder import llama_folder
+from tests.integration.llama_folder import LOAD_ON_CPU
 from tests.unit.profiles import profile
 
-LOAD = [
-    "--workload",
-    "poisson:prompt=24,output=6",
-    "--slo",
-    "ttft=2s,tpot=500ms",
-    "--rate",
-    "10",
-    "--cpu",
-    "--dtype",
-    "float32",
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(llama_folder(tmp_path_factory.mktemp("models") / "small"))
+LOAD = [*LOAD_ON_CPU, "--slo", "ttft=2s,tpot=500ms", "--rate", "10"]
 
 
 @pytest.fixture(autouse=True)

@@ -20,22 +20,9 @@ from autotune.cli.main import run
 from autotune.profile import load_profile
 from autotune.profile.schema import editor_line
 from tests.integration.killing import measured
-from tests.integration.llama_folder import llama_folder
+from tests.integration.llama_folder import LOAD_ON_CPU
 
-QUICK = [
-    "--cpu",
-    "--dtype",
-    "float32",
-    "--workload",
-    "poisson:prompt=24,output=6",
-    "--slo",
-    "ttft=400ms,tpot=100ms",
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(llama_folder(tmp_path_factory.mktemp("models") / "small"))
+QUICK = [*LOAD_ON_CPU, "--slo", "ttft=400ms,tpot=100ms"]
 
 
 @pytest.fixture(autouse=True)

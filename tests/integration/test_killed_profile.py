@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from autotune.profile import load_profile
 from tests.integration.killed_session import MOMENTS, SIMULATED_TRIALS, command, command_that_dies, profile
 from tests.integration.killing import Kill, killed_often, measured
 from tests.integration.llama_folder import llama_folder
-from tests.unit.simulating import noted
+from tests.unit.simulating import noted, spawned
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -58,10 +57,7 @@ def test_the_command_killed_while_it_writes(tmp_path: Path) -> None:
     folder.mkdir()
     kept: list[str] = []
     for moment in MOMENTS:
-        process = multiprocessing.get_context("spawn").Process(
-            target=command_that_dies, args=(folder, model, log, moment)
-        )
-        process.start()
+        process = spawned(command_that_dies, folder, model, log, moment)
         process.join(300)
         assert process.exitcode == -signal.SIGKILL, moment
         keys = measured(folder / "a.journal")
@@ -112,7 +108,6 @@ def uninterrupted(journal: Path, log: Path) -> list[str]:
 
 
 def finish(target: Callable[..., None], *arguments: object) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-    process.start()
+    process = spawned(target, *arguments)
     process.join(300)
     assert process.exitcode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -23,7 +22,7 @@ from runtime.errors import InputError
 from tests.integration.killed_session import command
 from tests.integration.llama_folder import llama_folder
 from tests.integration.postgres_server import PASSWORD, postgres
-from tests.unit.simulating import note, noted
+from tests.unit.simulating import note, noted, spawned
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -52,12 +51,6 @@ def measure(shared: SharedStorage, log: Path, machine: str, seconds: float, coun
 
             found = study.measured(str(number), run, params={"token_budget": number}, value=lambda run: 1.0)
             note(log, f"{machine} has {number} by {found['by']}")
-
-
-def started(target: Callable[..., Any], *arguments: Any) -> Any:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-    process.start()
-    return process
 
 
 def ended(process: Any, seconds: float = 90) -> int:
@@ -94,7 +87,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 def test_three_machines_at_once_on_an_empty_database(shared: SharedStorage, tmp_path: Path) -> None:
     """None of them makes the tables for the others first, and each comes to every key at about the same moment."""
     log = tmp_path / "log"
-    processes = [started(measure, shared, log, name, 0.2, 5) for name in "abc"]
+    processes = [spawned(measure, shared, log, name, 0.2, 5) for name in "abc"]
     assert [ended(process) for process in processes] == [0, 0, 0]
     begun = [line.split(" begins ")[1] for line in noted(log) if "begins" in line]
     assert sorted(begun) == list("01234"), "every measurement once"
@@ -109,11 +102,11 @@ def test_killed_again_and_again_and_taken_up(shared: SharedStorage, tmp_path: Pa
     """What was measured at a kill is not measured again."""
     log = tmp_path / "log"
     for kill in range(3):
-        process = started(measure, shared, log, "one", 0.2, 5)
+        process = spawned(measure, shared, log, "one", 0.2, 5)
         wait_for(lambda kill=kill: len(set(finished(log))) > kill)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    assert ended(started(measure, shared, log, "one", 0.0, 5)) == 0
+    assert ended(spawned(measure, shared, log, "one", 0.0, 5)) == 0
     assert set(finished(log)) == set("01234")
     begun = [line.split(" begins ")[1] for line in noted(log) if "begins" in line]
     assert len(begun) <= 5 + 3, "at most what was being measured at each kill"
@@ -125,9 +118,9 @@ def finished(log: Path) -> list[str]:
 
 def test_a_measurement_whose_machine_dies_is_made_by_who_waited(shared: SharedStorage, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    victim = started(measure, shared, log, "one", 300.0)
+    victim = spawned(measure, shared, log, "one", 300.0)
     wait_for(lambda: noted(log) == ["one begins 0"])
-    waiting = [started(measure, shared, log, name, 1.0) for name in ("two", "three")]
+    waiting = [spawned(measure, shared, log, name, 1.0) for name in ("two", "three")]
     time.sleep(2.0)
     assert noted(log) == ["one begins 0"]
     os.kill(victim.pid, signal.SIGKILL)
@@ -144,13 +137,13 @@ def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    victim, other = [started(command, folder, model, log, "--storage", server) for folder in folders[:2]]
+    victim, other = [spawned(command, folder, model, log, "--storage", server) for folder in folders[:2]]
     wait_for(lambda: bool(trials_in(server, "model-")))
     time.sleep(2.0)
     os.kill(victim.pid, signal.SIGKILL)
     assert ended(victim) == -signal.SIGKILL and ended(other, 200) == 0
     before = len(noted(log))
-    assert ended(started(command, folders[2], model, log, "--storage", server), 200) == 0
+    assert ended(spawned(command, folders[2], model, log, "--storage", server), 200) == 0
     assert len(noted(log)) == before, "nothing is measured again"
     made = [load_profile(folder / "a.yaml") for folder in folders[1:]]
     assert made[0].points and made[1].points == made[0].points and made[1].knobs == made[0].knobs

@@ -13,15 +13,12 @@ import pytest
 
 from tests.integration.live_server import ServerProcess
 from tests.integration.llama_folder import llama_folder
+from tests.integration.pages import commands_on
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+COMMANDS = commands_on(PAGE)
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
-
-
-def commands() -> list[str]:
-    found = re.findall(r"^```console\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    return [line[2:].partition("  # ")[0].strip() for block in found for line in block.splitlines()]
 
 
 def run(command: str, folder: Path) -> str:
@@ -41,7 +38,7 @@ def test_the_commands_about_profiles(tmp_path: Path) -> None:
     )
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     done = 0
-    for command in commands():
+    for command in COMMANDS:
         if not command.startswith("autotune ") or command.split()[1] in ("serve", "watch") or "run.jsonl" in command:
             continue
         out = run(command.replace("--budget 10m", "--budget 20s"), tmp_path)
@@ -56,10 +53,10 @@ def test_the_commands_about_profiles(tmp_path: Path) -> None:
 
 def test_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    (serve,) = (command for command in commands() if command.startswith("autotune serve"))
+    (serve,) = (command for command in COMMANDS if command.startswith("autotune serve"))
     server = ServerProcess(tmp_path, *serve.split()[2:])
     try:
-        for command in commands():
+        for command in COMMANDS:
             if command.startswith("curl"):
                 if shutil.which("curl") is None:
                     pytest.skip("curl is not installed")
@@ -70,7 +67,7 @@ def test_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         server.signal()
         assert server.ended() == 0, server.output
-    (explain,) = (command for command in commands() if command.startswith("autotune explain run.jsonl"))
+    (explain,) = (command for command in COMMANDS if command.startswith("autotune explain run.jsonl"))
     assert "attach" in run(explain, tmp_path)
 
 
@@ -83,4 +80,4 @@ def test_the_programs(program: str, tmp_path: Path) -> None:
 
 def test_the_rest_of_the_page_is_made() -> None:
     """What is neither autotune nor curl is make, whose targets the tests of the pages know."""
-    assert {command.split()[0] for command in commands()} == {"make", "autotune", "curl"}
+    assert {command.split()[0] for command in COMMANDS} == {"make", "autotune", "curl"}

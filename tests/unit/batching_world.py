@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
 
+from autotune.simulate.virtual_pool import VirtualPool
 from runtime.batching.core import BatchCore
 from runtime.batching.groupings import Grouping
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies import Strategy
-from runtime.batching.virtual import Served, serve
+from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, percentile
 from runtime.slo import SLO, attainment
@@ -52,6 +57,71 @@ def linear(call: Call) -> float:
 
 
 CAPACITY = 32 / (0.020 + 0.002 * 32)
+
+
+@dataclass
+class Served:
+    """What came of it: one record an item, in the order in which they ended, and every call."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+
+def serve(
+    core: BatchCore,
+    arrivals: Iterable[Item],
+    service: Callable[[Call], float],
+    *,
+    slowdown: Callable[[int], float] | None = None,
+    events: Iterable[tuple[float, Callable[[float], None]]] = (),
+) -> Served:
+    """Serve ``arrivals`` (ascending) to the end. ``events``: (time, what to do then).
+
+    Once nothing more can come the core is told that it is closing, so that strategies that wait for full calls come to an end.
+    """
+    served = Served()
+    names = count()
+    coming = iter(arrivals)
+    following = next(coming, None)
+    todo = sorted(((when, next(names), do) for when, do in events), key=lambda event: event[:2])
+    heapq.heapify(todo)
+
+    def tell(call: Call | None, records: list[RequestRecord]) -> None:
+        if call is not None:
+            served.calls.append(call)
+        served.records += records
+
+    pool = VirtualPool(core, service, tell, slowdown=slowdown)
+    while True:
+        arrival = inf if following is None else following.arrival
+        event = todo[0][0] if todo else inf
+        when = min(pool.due, arrival, event)
+        if when == inf:
+            if not core.has_work:
+                return served
+            if core.state.closing:
+                raise RuntimeError(
+                    f"the {core.strategy.name} strategy leaves {core.state.waiting} items waiting for ever"
+                )
+            core.state.closing = True
+        else:
+            pool.advance(when)
+        now = pool.clock.now()
+        for _, _, do in [heapq.heappop(todo) for _ in range(sum(entry[0] <= now for entry in todo))]:
+            do(now)
+        ask = core.hold_until <= now or bool(todo) or core.state.closing
+        ask = pool.end_calls() or ask
+        while following is not None and following.arrival <= now:
+            item, following = following, next(coming, None)
+            if item.id == "":
+                item.id = next(names)
+            try:
+                pool.submit(item)
+            except RejectedError as error:
+                pool.reject(item, error)
+        if following is None and not todo and not core.state.running:
+            core.state.closing = True
+        pool.begin_calls(ask=ask)
 
 
 def share(served: Served, slo: SLO) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +22,7 @@ from runtime.request import Request, SamplingParams
 from runtime.request import Sequence as RunningSequence
 from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.transfer import Readback
 
 VOCAB = 128
 SHAPE: dict[str, Any] = {
@@ -108,6 +110,21 @@ def before_forward(loaded: TinyModel, check: Callable[[torch.Tensor], None]) -> 
         check(kwargs["input_ids"])
 
     loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def reads_that_fail(monkeypatch: pytest.MonkeyPatch) -> list[Readback]:
+    """All reads of results from now on; the first, the fourth and the ninth raise, as errors of a GPU do, whose work runs behind
+    the host's back."""
+    wait, calls = Readback.wait, list[Readback]()
+
+    def late(self: Readback) -> list[torch.Tensor]:
+        calls.append(self)
+        if len(calls) in (1, 4, 9):
+            raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+        return wait(self)
+
+    monkeypatch.setattr(Readback, "wait", late)
+    return calls
 
 
 class Oracle:

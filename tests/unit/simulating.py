@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.search import Outcome
@@ -58,6 +60,13 @@ class Refusing:
         if knobs.token_budget < 600:
             raise EvaluationError(f"{knobs.token_budget} tokens are too few")
         return Outcome(1.0, {})
+
+
+def spawned(target: Callable[..., object], *arguments: object) -> Any:
+    """A process that runs ``target``, begun."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    process.start()
+    return process
 
 
 def note(log: Path | None, text: str) -> None:

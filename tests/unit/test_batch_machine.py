@@ -22,11 +22,10 @@ from runtime.batching.core import BatchCore
 from runtime.batching.groupings import GROUPINGS
 from runtime.batching.item import ENDED, Call, Item
 from runtime.batching.strategies import STRATEGIES, strategy_of
-from runtime.batching.virtual import serve
 from runtime.errors import AutotuneError, RejectedError
 from runtime.slo import SLO
 from tests.examples import examples
-from tests.unit.batching_world import LIMITS, knobs
+from tests.unit.batching_world import LIMITS, knobs, serve
 
 
 class World:

@@ -13,11 +13,10 @@ from runtime.batching.item import Call, Item
 from runtime.batching.service_model import Price, ServiceModel
 from runtime.batching.strategies import Adaptive, Dynamic, lookahead
 from runtime.batching.strategies.lookahead import Bounds, choose
-from runtime.batching.virtual import Served
 from runtime.errors import RejectedError
 from runtime.slo import SLO
 from tests.tiers import slow_but_for
-from tests.unit.batching_world import CAPACITY, SLO_400, core_of, latency, linear, poisson, run, share
+from tests.unit.batching_world import CAPACITY, SLO_400, Served, core_of, latency, linear, poisson, run, share
 
 
 def call_of(n: int, cost: int, seconds: float, others: float = 0.0) -> Call:

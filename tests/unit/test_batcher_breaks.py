@@ -14,11 +14,11 @@ from runtime.batching.core import BatchCore
 from runtime.batching.groupings import grouping_of
 from runtime.batching.item import Item
 from runtime.batching.strategies import Decision, Dynamic
-from runtime.batching.virtual import serve
 from runtime.errors import RejectedError, StepFailedError
 from runtime.records import FinishReason
 from tests.fakes import Records
 from tests.unit.batcher_doubles import Gated, double
+from tests.unit.batching_world import serve
 
 
 class Bug(Exception):

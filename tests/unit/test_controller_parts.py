@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from autotune.control.controllers import predictive
 from autotune.control.controllers.parts.galloping import largest
 from autotune.control.controllers.parts.running_statistics import Recent
-from autotune.control.controllers.parts.step_window import StepWindow
 from autotune.control.controllers.parts.targets import SLOTargets
+from autotune.control.controllers.rival_parts.step_window import StepWindow
 from runtime.slo import SLO
 from tests.unit.test_rival_controllers import step
 

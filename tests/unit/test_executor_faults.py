@@ -14,8 +14,7 @@ from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.memory import is_out_of_memory
-from runtime.torch_backend.transfer import Readback
-from tests.unit.executor_harness import TinyModel, before_forward, prompts, reference, run, tiny
+from tests.unit.executor_harness import TinyModel, before_forward, prompts, reads_that_fail, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
 KNOBS = Knobs(max_batch_size=8, token_budget=64, chunk_size=32)
@@ -175,19 +174,10 @@ def test_a_request_that_does_not_fit_in_any_part_fails_with_the_cause() -> None:
 def test_an_error_that_shows_when_results_are_read_is_narrowed_down_too(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As errors of a GPU do, whose work runs behind the host's back."""
     loaded = tiny()
     requests = list(zip(_clean([5, 20, 9]), [8, 8, 8], strict=True))
     expected = _expected(loaded, requests)
-    wait, calls = Readback.wait, []
-
-    def late(self: Readback) -> list[torch.Tensor]:
-        calls.append(self)
-        if len(calls) in (1, 4, 9):
-            raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
-        return wait(self)
-
-    monkeypatch.setattr(Readback, "wait", late)
+    calls = reads_that_fail(monkeypatch)
     executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
     outputs, failures, _ = run(executor, requests, KNOBS)
     assert len(calls) > 12

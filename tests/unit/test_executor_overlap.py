@@ -19,7 +19,6 @@ from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
-from runtime.torch_backend.transfer import Readback
 from tests.fakes import FakeModel
 from tests.unit.executor_harness import (
     SAMPLING,
@@ -28,6 +27,7 @@ from tests.unit.executor_harness import (
     before_forward,
     neighbour_of_a_row_for_nothing,
     prompts,
+    reads_that_fail,
     reference,
     run,
     tiny,
@@ -162,15 +162,7 @@ def test_what_was_fed_by_a_step_that_failed_is_run_again(backend: Backend, monke
     loaded = tiny()
     requests = work([5, 20, 9], [8, 3, 12])
     expected = [reference(loaded, p, n) for p, n in requests]
-    wait, calls = Readback.wait, []
-
-    def late(self: Readback) -> list[torch.Tensor]:
-        calls.append(self)
-        if len(calls) in (1, 4, 9):
-            raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
-        return wait(self)
-
-    monkeypatch.setattr(Readback, "wait", late)
+    calls = reads_that_fail(monkeypatch)
     outputs, failures, _ = run(overlapping(loaded, backend), requests, KNOBS)
     assert len(calls) > 12
     assert not failures and outputs == expected

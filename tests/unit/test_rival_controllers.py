@@ -135,30 +135,27 @@ def test_gradient2_forgets_a_long_average_that_is_far_too_long() -> None:
 
 
 def test_bisection_by_hand() -> None:
-    made = BisectionController(TARGET, START, knob="max_batch_size")
-    above = decide(made, step(30, decodes=100))
-    assert above.regime == "above" and (made.low, made.high) == (1, 100)
-    assert above.knobs == START.with_(max_batch_size=50, max_wait_ms=0)
-    slow = 50.5 / 4 / 4
-    below = decide(made, step(10, decodes=50))
-    assert below.regime == "below" and (made.low, made.high) == pytest.approx((50, 100 + slow))
+    made = BisectionController(TARGET, START)
+    above = decide(made, step(30, decodes=100, prefill=900))
+    assert above.regime == "above" and (made.low, made.high) == (32, 1000)
+    assert above.knobs == START.with_(token_budget=512, chunk_size=512, max_wait_ms=0), "516, in whole tiles"
+    slow = 516 / 4 / 4
+    below = decide(made, step(10, decodes=100, prefill=400))
+    assert below.regime == "below" and (made.low, made.high) == pytest.approx((500, 1000 + slow))
     wide = (made.low + made.high) / 2 / 4
-    inside = decide(made, step(20.5, decodes=75))
-    assert inside.regime == "inside" and (made.low, made.high) == pytest.approx((75 - wide / 2, 75 + wide / 2))
-    assert inside.knobs.max_batch_size == 75
+    inside = decide(made, step(20.5, decodes=100, prefill=650))
+    assert inside.regime == "inside" and (made.low, made.high) == pytest.approx((750 - wide / 2, 750 + wide / 2))
+    assert inside.knobs.token_budget == 512
 
 
-@pytest.mark.parametrize(("knob", "fits"), [("max_batch_size", 160), ("token_budget", 256)])
-def test_bisection_finds_what_fits(knob: str, fits: int) -> None:
-    """Steps of so many take the 20 ms of the SLO, others 4 ms and as much more as they are."""
-    made = BisectionController(TARGET, START, knob=knob)  # type: ignore[arg-type]
+def test_bisection_finds_what_fits() -> None:
+    """Steps of 256 tokens take the 20 ms of the SLO, others 4 ms and as much more as they are."""
+    made = BisectionController(TARGET, START)
     size = 256
     for _ in range(60):
-        prefill = 0 if knob == "max_batch_size" else max(0, size - 20)
-        size = int(
-            getattr(decide(made, step(4 + 16 * size / fits, decodes=size - prefill, prefill=prefill)).knobs, knob)
-        )
-    assert size == pytest.approx(fits, rel=0.06)
+        prefill = max(0, size - 20)
+        size = decide(made, step(4 + 16 * size / 256, decodes=size - prefill, prefill=prefill)).knobs.token_budget
+    assert size == pytest.approx(256, rel=0.06)
     assert decide(BisectionController(SLO(ttft_ms=1), START)).knobs.token_budget == 8192, "nothing bounds a step"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sqlite3
@@ -28,7 +27,7 @@ from autotune.profiling.study import SweepStudy, differences, open_study, study_
 from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from tests.unit.profiled_machine import FACTS, machine, no_locks, question
-from tests.unit.simulating import note, noted
+from tests.unit.simulating import note, noted, spawned
 
 IDENTITY = {"model": "tiny", "slo": "ttft=500ms"}
 
@@ -36,12 +35,6 @@ IDENTITY = {"model": "tiny", "slo": "ttft=500ms"}
 @pytest.fixture
 def shared(tmp_path: Path) -> SharedStorage:
     return SharedStorage.of(f"sqlite:///{tmp_path / 'study.db'}", "tiny", heartbeat_s=1)
-
-
-def spawned(target: Callable[..., Any], *arguments: Any) -> Any:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-    process.start()
-    return process
 
 
 def measure(shared: SharedStorage, log: Path, seconds: float, count: int = 1) -> None:

@@ -3,7 +3,7 @@
 Formula. Once a decision, with s the mean time of the steps since the last one that held decodes and τ the tightest TPOT (or
 ITL) target: s > τ → limit ← max(back·limit, decodes, floor); s ≤ τ and the limit binds → limit ← limit + more. The limit is
 ``token_budget``, and ``chunk_size`` is the same; a step is given the limit itself, the knob follows when it is off by more than
-the guardrails' dead band, both in whole tiles (:mod:`.tiles`). ``max_batch_size`` stays, ``max_wait_ms`` is 0.
+the guardrails' dead band, both in whole tiles (:mod:`.parts.tiles`). ``max_batch_size`` stays, ``max_wait_ms`` is 0.
 
 Units: tokens; seconds. It goes by step time, not by end-to-end latency: that holds queueing, and a smaller batch when the
 queue grows is a spiral. Regimes: ``decrease``, ``increase``, ``hold`` (in time, and nothing binds: a limit that does not bind
@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autotune.control.controllers.parts.step_window import StepWindow
 from autotune.control.controllers.parts.targets import step_target
-from autotune.control.controllers.parts.tiles import in_whole_tiles, step_of_whole_tiles
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
+from autotune.control.controllers.rival_parts.step_window import StepWindow
+from autotune.control.controllers.rival_parts.tiles import in_whole_tiles, step_of_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO

@@ -5,13 +5,12 @@ tightest TPOT (or ITL) target: s above τ by ``tolerance`` → high ← max(b, l
 much → low ← min(b, high − α), high ← min(high + δ, most); else both ends close in on b, to b ± α/2. The limit is the middle of
 the two, never below what decodes. α = ``wide`` × the limit, δ = ``slow`` × α, each at least 1.
 
-``knob`` says what is searched: ``max_batch_size`` (b counts decodes), as the paper does where prompts run elsewhere, or
-``token_budget`` and with it ``chunk_size`` (b counts tokens), which is what a step's time depends on where prompts are chunked
-into the steps of decodes; it is set in whole tiles (:mod:`.tiles`). The other knobs stay as at the start; ``max_wait_ms``
-is 0.
+What is searched is ``token_budget`` and with it ``chunk_size`` (b counts tokens), which is what a step's time depends on where
+prompts are chunked into the steps of decodes; it is set in whole tiles (:mod:`.parts.tiles`). (The paper searches
+``max_batch_size``, for prompts run elsewhere there.) The other knobs stay as at the start; ``max_wait_ms`` is 0.
 
-Units: sequences or tokens; seconds. Regimes: ``above``, ``below``, ``inside`` (the tolerance), ``throughput`` (no target bounds
-a step), ``learning`` (no step yet).
+Units: tokens; seconds. Regimes: ``above``, ``below``, ``inside`` (the tolerance), ``throughput`` (no target bounds a step),
+``learning`` (no step yet).
 
 Failure mode: it takes time for a function of one number. When lengths change, both ends are where the answer was, and it comes
 back by δ a decision; when demand is low, b is small and pulls the low end down with it.
@@ -26,19 +25,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
-from autotune.control.controllers.parts.step_window import StepWindow
 from autotune.control.controllers.parts.targets import step_target
-from autotune.control.controllers.parts.tiles import in_whole_tiles, step_of_whole_tiles
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
+from autotune.control.controllers.rival_parts.step_window import StepWindow
+from autotune.control.controllers.rival_parts.tiles import in_whole_tiles, step_of_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import TILE, SchedulerView
 
-_LEAST = {"max_batch_size": 1, "token_budget": 32}
+_LEAST = 32
 
 
 @register
@@ -52,7 +50,6 @@ class BisectionController:
         slo: SLO,
         start: Knobs,
         *,
-        knob: Literal["max_batch_size", "token_budget"] = "token_budget",
         wide: float = 0.25,
         slow: float = 0.25,
         tolerance: float = 0.05,
@@ -63,9 +60,8 @@ class BisectionController:
                 raise ValueError(f"{name} is {value!r}; it must be above 0 and below 1")
         self.start = start
         self._wide, self._slow, self._tolerance, self._tile = wide, slow, tolerance, tile
-        self.knob = knob
-        self.low = float(_LEAST[knob])
-        self.high = float(getattr(start, knob))
+        self.low = float(_LEAST)
+        self.high = float(start.token_budget)
         self._target = step_target({"default": slo})
         self._window = StepWindow()
 
@@ -80,32 +76,28 @@ class BisectionController:
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         del now
-        window, least, most = self._window, float(_LEAST[self.knob]), float(getattr(limits, self.knob))
-        least = min(least, most)
+        window, most = self._window, float(limits.token_budget)
         if self._target == math.inf:
             self.low = self.high = most
             regime, cause = "throughput", "no target bounds a step: opening the knob"
         elif not len(window):
             regime, cause = "learning", "no step with decodes since the last decision: holding the limit"
         else:
-            regime = self._move(window, least, most)
-            size = window.decodes if self.knob == "max_batch_size" else window.tokens
+            regime = self._move(window, most)
             cause = (
-                f"steps of {size:.0f} take {1e3 * window.seconds:.1f} ms (target {1e3 * self._target:g} ms): "
+                f"steps of {window.tokens:.0f} take {1e3 * window.seconds:.1f} ms (target {1e3 * self._target:g} ms): "
                 f"searching between {self.low:.0f} and {self.high:.0f}"
             )
         evidence = {**window.evidence(), "low": round(self.low, 1), "high": round(self.high, 1)}
         window.clear()
         value = max(1, int(min(self._middle, most)))
-        wanted = self.start.with_(max_wait_ms=0.0, **{self.knob: value})
-        if self.knob == "token_budget":
-            wanted = wanted.with_(chunk_size=value)
+        wanted = self.start.with_(max_wait_ms=0.0, token_budget=value, chunk_size=value)
         return Proposal(in_whole_tiles(limits.clamp(wanted), knobs, limits, self._tile), regime, cause, evidence)
 
-    def _move(self, window: StepWindow, least: float, most: float) -> str:
+    def _move(self, window: StepWindow, most: float) -> str:
         wide = max(1.0, self._wide * self._middle)
         slow = max(1.0, self._slow * wide)
-        size = window.decodes if self.knob == "max_batch_size" else window.tokens
+        size, least = window.tokens, min(float(_LEAST), most)
         if window.seconds > self._target * (1 + self._tolerance):
             self.high = max(size, self.low + wide)
             self.low -= slow
@@ -125,6 +117,4 @@ class BisectionController:
         return (self.low + self.high) / 2
 
     def budget(self, view: SchedulerView) -> int:
-        if self.knob == "max_batch_size":
-            return view.knobs.token_budget
         return step_of_whole_tiles(max(int(self._middle), view.decoding, 1), view, self._tile)

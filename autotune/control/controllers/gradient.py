@@ -3,8 +3,8 @@
 Formula. Once a decision, with r the mean step time since the last one and r̄ its long exponential average (``window`` samples, the
 first ten of which are averaged plainly): g = clamp(tolerance·r̄ / r, ½, 1); limit ← (1 − smoothing)·limit + smoothing·(g·limit +
 queue), between ``least`` and the ceiling. Where r̄ > 2·r, r̄ ← 0.95·r̄. The limit is ``max_batch_size``, for sequences at once are
-its concurrency and a step is their round trip; or, if ``knob`` says so, ``token_budget``, in whole tiles (:mod:`.tiles`), with it
-``chunk_size``. The other knobs stay as they were at the start, ``max_wait_ms`` at 0.
+its concurrency and a step is their round trip; or, if ``knob`` says so, ``token_budget``, in whole tiles
+(:mod:`.parts.tiles`), with it ``chunk_size``. The other knobs stay as they were at the start, ``max_wait_ms`` at 0.
 
 Units: sequences, or tokens; seconds. Regimes: ``steady`` (g = 1, the limit grows by the queue it allows), ``shedding`` (g < 1),
 ``demand-limited`` (less than half of the limit in use: nothing changes), ``learning`` (no step yet).
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from autotune.control.controllers.parts.step_window import StepWindow
-from autotune.control.controllers.parts.tiles import in_whole_tiles
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import register
+from autotune.control.controllers.rival_parts.step_window import StepWindow
+from autotune.control.controllers.rival_parts.tiles import in_whole_tiles
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import TILE, SchedulerView

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from autotune.control.controllers.protocol import METHODS, Controller, check_controller, failure
 from runtime.knobs import Knobs
@@ -29,20 +29,8 @@ from runtime.tunable import TILE
 C = TypeVar("C", bound=type[Controller])
 TAKES: Final = ("slo", "start", "kv_tokens", "block_size", "model", "tile")
 
-
-class Make(Protocol):
-    """Makes a controller; ``model`` is one that knows something of the engine already, if there is one."""
-
-    def __call__(
-        self,
-        slo: SLO,
-        start: Knobs,
-        kv_tokens: int,
-        block_size: int,
-        model: StepLearner | None = None,
-        tile: int = TILE,
-    ) -> Controller: ...
-
+Make = Callable[..., Controller]
+"""Makes a controller of :data:`TAKES`, in that order; ``model`` and ``tile`` may be left out."""
 
 CONTROLLERS: Final[dict[str, Make]] = {}
 """Name → what makes one, for engines."""

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from benchmarks.gpu.place import Place, seconds_of, synchronized
 
-_LAYER = (
-    (4096, 6144),
-    (4096, 4096),
-    (4096, 28672),
-    (14336, 4096),
-)  # the products of a layer of an 8B model, in and out
+# the products of a layer of an 8B model, in and out
+_LAYER = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 
 
 def run(place: Place, argument: str) -> None:

@@ -62,9 +62,8 @@ class PagedAttention:
         tokens, heads, key_dim = query.shape
         found = kernels(query.dtype)
         if found is None or not self._takes(state, layer, query, terms):
-            return self.plain.run(
-                state.padded(), layer, query, key, value, terms
-            )  # which says what is wrong, if anything is
+            # this says what is wrong, if anything is
+            return self.plain.run(state.padded(), layer, query, key, value, terms)
         _, kv_heads, value_dim = layer.values.shape
         if query.stride(2) != 1 or query.stride(1) != key_dim:
             query = query.contiguous()

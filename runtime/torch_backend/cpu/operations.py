@@ -58,9 +58,8 @@ class CPUOperations(Operations):
         found = kernels(qkv.dtype)
         tokens, dim = qkv.shape[0], cos.shape[-1]
         if found is None or not _rotates(qkv, cos, sin, kv_heads, norm, layer, slots):
-            return super().rope_write(
-                qkv, cos, sin, kv_heads, norm, layer, slots
-            )  # which says what is wrong, if anything is
+            # this says what is wrong, if anything is
+            return super().rope_write(qkv, cos, sin, kv_heads, norm, layer, slots)
         heads = qkv.view(tokens, -1, dim)
         count = heads.shape[1] - 2 * kv_heads
         query_scale, key_scale, wide, eps = None, None, False, 0.0

@@ -128,9 +128,8 @@ class AttentionPlan:
         self.unused = torch.empty(ITEM, dtype=torch.float32, device=self.device)
         """In the place of partial results where there are none."""
         self._turn = 0
-        self._hosts: list[
-            tuple[Tensor, list[Ints]]
-        ] = []  # two in turn: the copy of the update before may still read its own
+        # two in turn: the copy of the update before may still read its own
+        self._hosts: list[tuple[Tensor, list[Ints]]] = []
         for _ in range(2):
             host = torch.zeros(sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda")
             arrays = [part[:count].numpy() for part, count in zip(host.split(padded), counts, strict=True)]

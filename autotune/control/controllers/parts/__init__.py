@@ -1,1 +1,1 @@
-"""What several controllers are made of: targets, whole tiles, windows of steps, running statistics, a galloping search."""
+"""What several controllers are made of: targets, whole tiles, running statistics, a galloping search."""

@@ -16,8 +16,7 @@ Units: tokens. Failure mode: the GPU whose stairs end elsewhere. Source: NVIDIA,
 
 from __future__ import annotations
 
-from runtime.knobs import KnobLimits, Knobs
-from runtime.tunable import TILE, SchedulerView
+from runtime.tunable import TILE
 
 _FEW = 64  # prompt tokens, fewer of which are not rounded
 
@@ -29,19 +28,3 @@ def whole_tiles(tokens: int, decodes: int, most: int = TILE) -> int:
         return tokens
     tile = min(most, 1 << (prompt // 2).bit_length() - 1)
     return tokens // tile * tile
-
-
-def in_whole_tiles(wanted: Knobs, knobs: Knobs, limits: KnobLimits, most: int = TILE) -> Knobs:
-    """``wanted`` with a ``token_budget`` of whole tiles of at most ``most`` tokens, unless it is that in force (``knobs``) or all
-    that ``limits`` allow."""
-    if wanted.token_budget in (knobs.token_budget, limits.token_budget):
-        return wanted
-    budget = whole_tiles(wanted.token_budget, 0, most)
-    return wanted.with_(token_budget=budget, chunk_size=min(wanted.chunk_size, budget))
-
-
-def step_of_whole_tiles(tokens: int, view: SchedulerView, most: int = TILE) -> int:
-    """At most ``tokens`` of the step that ``view`` is planned for, in whole tiles of at most ``most`` tokens; all that the knobs
-    allow, if that is fewer."""
-    top = view.knobs.token_budget
-    return top if tokens >= top else whole_tiles(tokens, view.decoding, most)

@@ -1,16 +1,12 @@
-"""A batcher in virtual time: the same core and strategies, any service time, no thread and no sleep.
+"""A batcher's pool in virtual time: the same core and strategies, any service time, no thread and no sleep.
 
-For tests, for comparing strategies, and for asking what a setting would do. :class:`VirtualPool` runs calls as time is moved on,
-:func:`serve` a whole load to its end; nothing depends on the wall clock, so the same input gives the same output.
+Nothing depends on the wall clock, so the same input gives the same output.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Sequence
 from math import inf
 
 from runtime.batching.accounts import item_record
@@ -21,14 +17,6 @@ from runtime.errors import RejectedError
 from runtime.records import FinishReason, RequestRecord
 
 _EPS = 1e-12
-
-
-@dataclass
-class Served:
-    """What came of it: one record an item, in the order in which they ended, and every call."""
-
-    records: list[RequestRecord] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
 
 
 class _Work:
@@ -132,62 +120,3 @@ class VirtualPool:
 
     def _record(self, item: Item, reason: FinishReason, cause: str) -> RequestRecord:
         return item_record(item, reason, self.clock.now(), self.core.epoch, cause)
-
-
-def serve(
-    core: BatchCore,
-    arrivals: Iterable[Item],
-    service: Callable[[Call], float],
-    *,
-    slowdown: Callable[[int], float] | None = None,
-    events: Iterable[tuple[float, Callable[[float], None]]] = (),
-) -> Served:
-    """Serve ``arrivals`` (ascending) to the end.
-
-    ``service``, ``slowdown``: as of :class:`VirtualPool`. ``events``: (time, what to do then), such
-    as turning a knob. Once nothing more can come the core is told that it is closing, so that strategies that wait for
-    full calls come to an end.
-    """
-    served = Served()
-    names = count()
-    coming = iter(arrivals)
-    following = next(coming, None)
-    todo = sorted(((when, next(names), do) for when, do in events), key=lambda event: event[:2])
-    heapq.heapify(todo)
-
-    def tell(call: Call | None, records: list[RequestRecord]) -> None:
-        if call is not None:
-            served.calls.append(call)
-        served.records += records
-
-    pool = VirtualPool(core, service, tell, slowdown=slowdown)
-    while True:
-        arrival = inf if following is None else following.arrival
-        event = todo[0][0] if todo else inf
-        when = min(pool.due, arrival, event)
-        if when == inf:
-            if not core.has_work:
-                return served
-            if core.state.closing:
-                raise RuntimeError(
-                    f"the {core.strategy.name} strategy leaves {core.state.waiting} items waiting for ever"
-                )
-            core.state.closing = True
-        else:
-            pool.advance(when)
-        now = pool.clock.now()
-        for _, _, do in [heapq.heappop(todo) for _ in range(sum(entry[0] <= now for entry in todo))]:
-            do(now)
-        ask = core.hold_until <= now or bool(todo) or core.state.closing
-        ask = pool.end_calls() or ask
-        while following is not None and following.arrival <= now:
-            item, following = following, next(coming, None)
-            if item.id == "":
-                item.id = next(names)
-            try:
-                pool.submit(item)
-            except RejectedError as error:
-                pool.reject(item, error)
-        if following is None and not todo and not core.state.running:
-            core.state.closing = True
-        pool.begin_calls(ask=ask)
