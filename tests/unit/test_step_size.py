@@ -160,7 +160,7 @@ class TestDemand:
             demand.step(step(k * 0.1, (k + 1) * 0.1, 0, 0))
         assert demand.per_second < 500
 
-    @pytest.mark.parametrize("gap", [0.0, 10.0, 30.0, 59.0])
+    @pytest.mark.parametrize("gap", [0.0, 10.0, 30.0, 59.0, 300.0])
     def test_a_pause_counts_for_no_longer_than_the_memory(self, gap: float) -> None:
         demand, now = Demand(5.0), 0.0
         for began in (0.0, 40.0 + gap):
@@ -170,6 +170,14 @@ class TestDemand:
                 if now == began + 10 and began:
                     assert demand.per_second > 8_500
         assert demand.per_second == pytest.approx(10_000, rel=0.02)
+
+    @pytest.mark.parametrize("every", [59.0, 61.0, 300.0])
+    def test_a_request_now_and_then_is_no_load(self, every: float) -> None:
+        demand = Demand(20.0)
+        for k in range(20):
+            for n in range(40):
+                demand.step(step(k * every + n * 0.05, k * every + (n + 1) * 0.05, 200 if n == 0 else 0, 0))
+        assert demand.per_second < 20
 
     def test_silence_and_time_that_jumps_back_are_borne(self) -> None:
         demand = Demand()

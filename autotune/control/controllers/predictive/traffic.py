@@ -101,8 +101,9 @@ class Demand:
     def step(self, record: StepRecord) -> None:
         """A step with sound times has ended."""
         passed = record.end - self._last
-        if not 0 <= passed <= constants.GAP_S:
-            passed = min(record.end - record.start, constants.GAP_S)
+        if not 0 <= passed < math.inf:  # the first step, or a clock that was put back
+            passed = record.end - record.start
+        passed = min(passed, constants.GAP_S)
         self._last = record.end
         keep = math.exp(-passed / self._memory)
         self._tokens = (
