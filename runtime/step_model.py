@@ -431,9 +431,9 @@ class StepLearner:
         else:
             self._mixed.update(mixed, y)
 
-    def rescale(self, factor: float, *, prompts: bool) -> None:
-        """The machine takes ``factor``, above 0, times as long as it did for steps with prompts, or for those without."""
-        (self._mixed if prompts else self._decode).rescale(factor)
+    def rescale(self, factor: float, *, mixed: bool) -> None:
+        """Steps take ``factor``, above 0, times as long as they did: those with prompts or drafts (``mixed``), or the others."""
+        (self._mixed if mixed else self._decode).rescale(factor)
 
     def most_prefill(
         self, decodes: int, context: int, seconds: float, in_progress: Iterable[tuple[int, int]] = ()

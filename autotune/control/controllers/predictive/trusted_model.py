@@ -16,9 +16,9 @@ class TrustedModel:
 
     ``model`` may be one that has learned already. It is thrown away when it has been wrong for long. A change of speed, all
     steps longer or shorter by the same factor, is found by cumulative sums (:class:`SpeedChange`), and the model is scaled by it
-    at once: what it knows of steps with prompts by what such steps took, and of others by theirs. Were prompts scaled by steps of
-    decodes alone, slow moments without a prompt would stay in what is known of prompts, one on top of the other. Steps of more
-    decodes than ``slow.max_decodes`` are not learned from.
+    at once. Steps of decodes alone and others (with prompts or drafts) are watched by themselves; a change in the one kind is
+    assumed to be one in the other, until the next step of that kind says otherwise. Else slow moments without a prompt would stay
+    in what is known of prompts, one on top of the other. Steps of more decodes than ``slow.max_decodes`` are not learned from.
     """
 
     def __init__(self, model: StepLearner | None = None) -> None:
@@ -33,7 +33,8 @@ class TrustedModel:
         self._distrusted = 0.0  # decaying count of losses of trust, each as two changes of speed
         self._times = StepTimes()
         self._untrusted = 0  # steps since it was
-        self._speeds = SpeedChange(), SpeedChange()  # of steps without prompts, and with
+        self._speeds = SpeedChange(), SpeedChange()  # of steps of decodes alone, and with prompts or drafts
+        self._assumed = [1.0, 1.0]  # by what each was scaled for what the other kind took, since its last step
         self._noise = 0.0  # mean size of the logarithm
         self.changes = 0
         """Changes of speed found."""
@@ -47,14 +48,15 @@ class TrustedModel:
         step = StepFeatures.of(record)
         predicted = None
         if self.model.ready:
-            predicted = self.model.predict(step)
+            mixed = step.prefill_tokens + step.drafted > 0
+            predicted = self._checked(step, seconds, mixed)
             if predicted > 0:
                 ratio = min(max(seconds / predicted, constants.LEAST_RATIO), 1 / constants.LEAST_RATIO)
                 off = math.log(ratio)
                 if self.slow.saw(record.decodes, off, self._noise):
                     return seconds
                 self.margin = error_margin(self.margin, ratio)
-                self._watch(ratio, off, bool(record.prefill_tokens))
+                self._watch(ratio, off, mixed)
                 # a stall speaks as loud as a step four times too long, no louder
                 bias = self.bias + constants.MEMORY * (min(ratio, 4.0) - self.bias)
                 self.bias = min(max(bias, constants.RESERVE[0]), constants.RESERVE[1])
@@ -67,25 +69,37 @@ class TrustedModel:
         self._untrusted = 0 if self.trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % constants.RELEARN == 0:
             self.model = StepLearner(warm_up=0, graphs=self.model.graphs)
-            self.slow = SlowRegion()
+            self.slow, self._assumed = SlowRegion(), [1.0, 1.0]
         self.model.observe(step, seconds, predicted)
         return seconds
+
+    def _checked(self, step: StepFeatures, seconds: float, mixed: bool) -> float:
+        """What is predicted for a step that took ``seconds``, without what was assumed of its kind and it does not bear out."""
+        predicted = self.model.predict(step)
+        assumed, self._assumed[mixed] = self._assumed[mixed], 1.0
+        if assumed != 1 and predicted > 0:
+            off = math.log(seconds / predicted)
+            if abs(off + math.log(assumed)) < abs(off):
+                self.model.rescale(1 / assumed, mixed=mixed)
+                predicted = self.model.predict(step)
+        return predicted
 
     @property
     def unsteady(self) -> float:
         """Decaying count of changes of speed, a loss of trust counting as two."""
         return self._distrusted + max(speed.unsteady for speed in self._speeds)
 
-    def _watch(self, ratio: float, off: float, prompts: bool) -> None:
+    def _watch(self, ratio: float, off: float, mixed: bool) -> None:
         off = min(max(off, -constants.LOUDEST), constants.LOUDEST)
         usual = constants.DRIFT + self._noise
         self._noise += constants.MEMORY * (abs(off) - self._noise)
         for speed in self._speeds:
             speed.unsteady -= speed.unsteady / constants.UNSTEADY
-        if factor := self._speeds[prompts].found(ratio, off, usual):
-            self.model.rescale(factor, prompts=prompts)
-            if not prompts:
-                self.slow.rescaled(factor)
+        if factor := self._speeds[mixed].found(ratio, off, usual):
+            for kind in (False, True):
+                self.model.rescale(factor, mixed=kind)
+            self._assumed[not mixed] *= factor
+            self.slow.rescaled(factor)
             self.bias = constants.RESERVE[0]
             self.changes += 1
 
