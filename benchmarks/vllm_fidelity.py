@@ -136,7 +136,7 @@ def _compared(folder: Path, profile: Profile, shares: Sequence[float], rounds: i
     source = named.load(
         named.named(facts.name), str(folder), dtype=profile.model.dtype, max_model_len=profile.model.max_model_len,
         seed=profile.model.seed or 0, arguments=dict(facts.options),
-    ).as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, profile.machine.threads)  # fmt: skip
+    ).as_profiled(pool.tokens, facts.block_size_given, facts.prefix_cache, profile.machine.threads)  # fmt: skip
     with running(source.start(setting, facts.limits, profile.seed)) as engine, stop_on_interrupt() as stop:
         shape = report(compared(engine, profile, scenario, capacity, shares, rounds, duration, stop.is_set))
         return shape | {"stopped": stop.is_set()}

@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # by the client
     TIMEOUT = "timeout"  # its own timeout passed
     REJECTED = "rejected"  # not accepted, or given up before its first token because that would come too late
-    ERROR = "error"  # the step that ran it failed
+    ERROR = "error"  # the step that ran it failed, or the engine was closed before its end
 
 
 SLO_REASON: Final = "slo"

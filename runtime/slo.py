@@ -22,6 +22,8 @@ _UNITS = {"ms": 1, "s": 1000}
 _MOST_MS: Final = 1e15  # as of any figure of a profile
 _BOUNDS = f"above 0 and at most {_MOST_MS:g} ms"
 _EXAMPLE = "ttft=500ms,tpot=50ms@99%"
+_PERIODS: Final = 64  # changes of the SLOs that are remembered
+_MOST_DIGITS: Final = 9  # behind the point of a percentage
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,32 @@ def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
     return list(made.values())
 
 
+class SLOHistory:
+    """The SLO of each class over time: a request is judged by that of when it came. One thread changes it, any may read it."""
+
+    __slots__ = ("_periods",)
+
+    def __init__(self, slos: Mapping[str, SLO]) -> None:
+        self._periods: tuple[tuple[float, Mapping[str, SLO]], ...] = ((-math.inf, slos),)
+
+    @property
+    def latest(self) -> Mapping[str, SLO]:
+        return self._periods[-1][1]
+
+    @property
+    def since(self) -> float:
+        """From when on the latest have been in force, s; -inf: from the beginning."""
+        return self._periods[-1][0]
+
+    def change(self, slos: Mapping[str, SLO], since: float) -> None:
+        """Requests that come from ``since`` on are held to ``slos``."""
+        self._periods = (*self._periods[-_PERIODS:], (since, slos))
+
+    def at(self, time: float) -> Mapping[str, SLO]:
+        """Those of requests that came then; of a time long past, the oldest known."""
+        return next((slos for since, slos in reversed(self._periods) if since <= time), self._periods[0][1])
+
+
 @dataclass(frozen=True, slots=True)
 class Attainment:
     """How many of the offered requests met every target. Cancelled ones are left out and counted apart.
@@ -284,11 +312,28 @@ class CountedByClass(Counted, Protocol):
     def classes(self) -> Mapping[str, CountedClass]: ...
 
 
+def share_met(counted: Counted) -> float:
+    """Attainment to the last digit, 0 where none was offered; in profiles of earlier versions ``attainment`` is rounded."""
+    return counted.met / counted.offered if counted.offered else 0.0
+
+
+def in_percent(share: float, digits: int = 1, *, target: float | None = None) -> str:
+    """``share`` as people read it, ``98.7%``: with more than so many ``digits`` behind the point where rounding would hide the
+    last misses (99.98%, not 100.0%) or show the ``target`` met that is missed, or the other way round."""
+    for more in range(digits, _MOST_DIGITS):
+        text = f"{100 * share:.{more}f}"
+        whole = share < 1 and Decimal(text) >= 100
+        crosses = target is not None and (Decimal(text) >= 100 * Decimal(repr(float(target)))) != (share >= target)
+        if not (whole or crosses):
+            return f"{text}%"
+    return f"{100 * share:.{digits}f}%"  # nearer than any count of requests comes: an error of arithmetic
+
+
 def weighted_attainment(counted: CountedByClass) -> float:
     """Weight of the requests that met their SLO, as a share of that of all offered: goodput over what there was to gain."""
     classes = counted.classes.values()
     offered = math.fsum(c.weight * c.offered for c in classes)
-    return math.fsum(c.weight * c.met for c in classes) / offered if offered else counted.attainment
+    return math.fsum(c.weight * c.met for c in classes) / offered if offered else share_met(counted)
 
 
 def attained(counted: CountedByClass, slo: SLO, classes: Iterable[RequestClass] = ()) -> bool:
@@ -298,9 +343,9 @@ def attained(counted: CountedByClass, slo: SLO, classes: Iterable[RequestClass] 
     """
     targets = {one.name: one.slo.attainment for one in classes}
     if not counted.classes:
-        return counted.attainment >= slo.attainment
+        return share_met(counted) >= slo.attainment
     offered = [(name, c) for name, c in counted.classes.items() if c.offered]
-    return bool(offered) and all(c.attainment >= targets.get(name, slo.attainment) for name, c in offered)
+    return bool(offered) and all(share_met(c) >= targets.get(name, slo.attainment) for name, c in offered)
 
 
 def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
@@ -319,11 +364,14 @@ __all__ = [
     "SLO",
     "Attainment",
     "RequestClass",
+    "SLOHistory",
     "attained",
     "attainment",
     "find_slo",
     "first_target",
+    "in_percent",
     "request_classes",
+    "share_met",
     "slo_for",
     "slos_of",
     "weighted_attainment",

@@ -119,7 +119,8 @@ class Facts:
     hold); ``prefix_cache``: whether prompts share the KV of equal beginnings; ``growth_reserve``: free KV blocks that it keeps
     for each decoding sequence when it admits a prompt; ``kv_allocation``: how it hands them out. ``parallelism``: devices that
     the model is split over. ``graphs``: the steps that it has recorded. ``tile``: steps are best of whole tiles of so many
-    tokens, or of a smaller power of two; 1: of any number.
+    tokens, or of a smaller power of two; 1: of any number. ``kv_block_size``: tokens in a block as the engine is told, where it
+    may schedule by larger ones; ``kv_bytes``: of the KV pool on each device. None: not known.
     """
 
     engine: str
@@ -134,6 +135,8 @@ class Facts:
     version: str = field(default_factory=_version)
     graphs: StepGraphs = NO_GRAPHS
     tile: int = TILE
+    kv_block_size: int | None = None
+    kv_bytes: int | None = None
 
 
 class SchedulerView(NamedTuple):

@@ -41,13 +41,15 @@ class Estimate(NamedTuple):
 class ContenderSummary(NamedTuple):
     """What one contender did over its rounds. Percentiles are over all its requests that have the metric, by nearest rank.
 
-    In ``attainment`` and ``goodput`` each request counts by the weight of its class; ``classes`` has (met, offered) of each.
+    In ``weighted_attainment``, which contenders are compared by, and ``goodput`` each request counts by the weight of its class;
+    ``classes`` has (met, offered) of each.
     """
 
     contender: Contender
     rounds: int
     offered: int
     attainment: Estimate
+    weighted_attainment: Estimate
     goodput: Estimate
     throughput: float
     unfinished: int
@@ -64,6 +66,7 @@ class ContenderSummary(NamedTuple):
             "offered": self.offered,
             "unfinished": self.unfinished,
             "attainment": _json(self.attainment),
+            "weighted_attainment": _json(self.weighted_attainment),
             "goodput": _json(self.goodput),
             "throughput": round(self.throughput, 2),
             "classes": {name: {"met": met, "offered": offered} for name, (met, offered) in self.classes.items()},
@@ -72,7 +75,7 @@ class ContenderSummary(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One contender against another over the rounds both have: attainment minus the other's, and divided by it."""
+    """One contender against another over the rounds both have: weighted attainment minus the other's, and divided by it."""
 
     name: str
     against: str
@@ -136,6 +139,11 @@ class PairedComparison:
         met, offered = self._sums(results)
         seconds = self.duration * len(results)
         met_here, offered_here = _weighed(outcomes)
+        weighted = self._estimate(len(results), _ratio(met_here, offered_here), _over(met, offered))
+        single = weighted
+        if any(one.weight != 1 for one in outcomes):
+            share = _ratio(sum(one.met for one in outcomes), len(outcomes))
+            single = self._estimate(len(results), share, _over(*self._sums(results, weighed=False)))
         classes: dict[str, tuple[int, int]] = {}
         for one in outcomes:
             good, count = classes.get(one.request_class, (0, 0))
@@ -144,7 +152,8 @@ class PairedComparison:
             contender,
             rounds=len(results),
             offered=len(outcomes),
-            attainment=self._estimate(len(results), _ratio(met_here, offered_here), _over(met, offered)),
+            attainment=single,
+            weighted_attainment=weighted,
             goodput=self._estimate(len(results), met_here / seconds, met / seconds),
             throughput=sum(r.score.throughput for r in results) / len(results),
             unfinished=sum(r.score.unfinished for r in results),
@@ -184,14 +193,15 @@ class PairedComparison:
         """Indices into a table [round, block], of ``some`` resamples of that many rounds; they broadcast."""
         return (self._drawn[some, :rounds, None] * rounds).astype(np.int64), self._picked[some, :rounds]
 
-    def _sums(self, results: Sequence[Result]) -> tuple[Floats, Floats]:
-        """(met, offered) of each resample."""
+    def _sums(self, results: Sequence[Result], *, weighed: bool = True) -> tuple[Floats, Floats]:
+        """(met, offered) of each resample, each request by its weight or all alike."""
         if not self._has_intervals(len(results)):
             return np.full(_RESAMPLES, np.nan), np.full(_RESAMPLES, np.nan)
         table = np.zeros((len(results), self._blocks, 2))
         for row, result in enumerate(results):
             for outcome in result.outcomes:
-                table[row, self._block(outcome)] += (outcome.weight * outcome.met, outcome.weight)
+                weight = outcome.weight if weighed else 1.0
+                table[row, self._block(outcome)] += (weight * outcome.met, weight)
         sums = table[self._draws(len(results))].sum(axis=(1, 2))
         return sums[:, 0], sums[:, 1]
 

@@ -13,7 +13,7 @@ from autotune.bench.comparing import METRICS, Difference, Estimate, PairedCompar
 from autotune.bench.contenders import Contender
 from autotune.report.tables import Detail, empty_table, fullest
 from autotune.report.wording import lateness, sentence
-from runtime.slo import SLO, RequestClass
+from runtime.slo import SLO, RequestClass, in_percent
 
 
 def show(
@@ -27,7 +27,8 @@ def show(
 ) -> None:
     """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals; ``notes`` on the
     load; and that requests were sent late, if it matters."""
-    console.print(fullest(lambda detail: _summaries(comparison, baseline, detail), console.width))
+    target = None if classes else slo.attainment  # of each class its own
+    console.print(fullest(lambda detail: _summaries(comparison, baseline, detail, target), console.width))
     if classes:
         console.print(_by_class(comparison, classes))
     by = "its class's SLO, each counted by the weight of its class" if classes else f"SLO {slo}"
@@ -61,8 +62,9 @@ def certainty(comparison: PairedComparison) -> str:
     return f"One round of {comparison.duration:g} s has no intervals: {longer}"
 
 
-def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail) -> Table:
-    """A row a contender. Where there is little room, latencies lose their intervals first, then their medians."""
+def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail, target: float | None) -> Table:
+    """A row a contender. Where there is little room, latencies lose their intervals first, then their medians. ``target``: the
+    attainment required, None with classes, whose requests count by weight."""
     intervals, medians, every = detail < Detail.MAIN, detail < Detail.SHORT, detail < Detail.BAREST
     metrics = [metric for metric in METRICS if every or metric != "e2e_ms"]
     paired = baseline in comparison.contenders  # else none of its turns could be measured
@@ -74,7 +76,8 @@ def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail
         for q in (("p50", "p99") if medians else ("p99",))
     ]
     for title in (
-        "attainment", *((f"− {baseline.name}",) if paired else ()), "goodput /s", *(("tok/s",) if every else ()), *titles,
+        "weighted\nattainment" if target is None else "attainment",
+        *((f"− {baseline.name}",) if paired else ()), "goodput /s", *(("tok/s",) if every else ()), *titles,
         *(("unfinished",) if every else ()),
     ):  # fmt: skip
         table.add_column(title, justify="right", no_wrap=True)
@@ -84,7 +87,7 @@ def _summaries(comparison: PairedComparison, baseline: Contender, detail: Detail
         latencies = [value for m in metrics for value in (found.latencies[m] if medians else found.latencies[m][1:])]
         table.add_row(
             contender.name,
-            share(found.attainment),
+            share(found.weighted_attainment, target),
             *(("" if difference is None else points(difference),) if paired else ()),
             _spread(found.goodput, 2, interval=detail < Detail.BARE),
             *((f"{found.throughput:.0f}",) if every else ()),
@@ -102,22 +105,23 @@ def _by_class(comparison: PairedComparison, classes: Sequence[RequestClass]) -> 
     by_class = [(contender, comparison.summary(contender).classes) for contender in comparison.contenders]
     names = [*own, *dict.fromkeys(name for _, seen in by_class for name in seen if name not in own)]
     for name in names:
-        target = "" if name not in own else f", target {own[name].slo.attainment * 100:g}%"
-        table.add_column(Text(f"{name}{target}"), justify="right", no_wrap=True)
+        required = "" if name not in own else f", target {own[name].slo.attainment * 100:g}%"
+        table.add_column(Text(f"{name}{required}"), justify="right", no_wrap=True)
     for contender, seen in by_class:
         cells = []
         for name in names:
             met, offered = seen.get(name, (0, 0))
-            cells.append(f"{100 * met / offered:.1f}% of {offered}" if offered else "–")
+            target = own[name].slo.attainment if name in own else None
+            cells.append(f"{in_percent(met / offered, target=target)} of {offered}" if offered else "–")
         table.add_row(contender.name, *cells)
     return table
 
 
-def share(estimate: Estimate) -> str:
+def share(estimate: Estimate, target: float | None = None) -> str:
     """``93.1% [90–95]``."""
     if math.isnan(estimate.value):
         return "–"
-    return f"{100 * estimate.value:.1f}%{_interval(100 * estimate.low, 100 * estimate.high, 0)}"
+    return f"{in_percent(estimate.value, target=target)}{_interval(100 * estimate.low, 100 * estimate.high, 0)}"
 
 
 def points(difference: Difference) -> str:

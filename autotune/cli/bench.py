@@ -317,6 +317,7 @@ class _Run:
         from autotune.cli.display import print_as_is
         from autotune.profile.fingerprint import OtherWork
         from autotune.profiling.warnings import crowding
+        from runtime.slo import in_percent
 
         planned = turns(self.contenders, self.rounds, self.seed)
         print_as_is(self.console, self._head(load))
@@ -339,7 +340,8 @@ class _Run:
                     display.note(f"{name} could not be measured: {found.cause}")
                 else:
                     self.results.append(found)
-                    name += f": {found.score.attainment:.0%} attainment"
+                    what = "weighted attainment" if load.classes else "attainment"
+                    name += f": {in_percent(found.score.weighted_attainment, 0)} {what}"
                 self._say(display, done, planned, begun, name)
             display.stage_done(f"{done}/{len(planned)}", "")
         finally:
@@ -462,7 +464,12 @@ def _shape(
         "contenders": [comparison.summary(c).as_dict() for c in comparison.contenders],
         "differences": [d.as_dict() for d in differences if d is not None],
         "turns": [
-            {"contender": r.turn.contender.name, "round": r.turn.round, "score": r.score.model_dump(mode="json")}
+            {
+                "contender": r.turn.contender.name,
+                "round": r.turn.round,
+                "weighted_attainment": r.score.weighted_attainment,
+                "score": r.score.model_dump(mode="json"),
+            }
             for r in run.results
         ],
     }

@@ -222,7 +222,7 @@ def _measured(
     _same_model(then, here)
     pool, threads = facts.kv_pool, profile.machine.threads
     if source.name == facts.name:
-        source = source.as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, threads)
+        source = source.as_profiled(pool.tokens, facts.block_size_given, facts.prefix_cache, threads)
     else:
         source = source.with_kv_tokens(pool.tokens)
     display, work = Display(console), OtherWork()

@@ -131,6 +131,7 @@ def _sweep(
 ) -> int:
     """Work on the study, write what was found, and say how it went; the exit code. ``json_to``: for the profile as JSON."""
     from autotune.cli.display import Display, print_as_is
+    from autotune.cli.profile_output import left_alone, unmeasured_beside
     from autotune.profile.callable import CallableProfile, save_callable_profile
     from autotune.profile.fingerprint import software
     from autotune.profiling.assemble import assemble, of_callable
@@ -159,6 +160,9 @@ def _sweep(
         machine=_machine(used=True),
         software=software(),
     )
+    if found.stopped and unmeasured_beside(place, made):
+        print_as_is(console, left_alone(place))
+        return INTERRUPTED
     save_callable_profile(made, place)
     if json_to is not None:
         shape = {"file": str(place), "status": made.status, "slo_met": made.slo_met}

@@ -16,6 +16,7 @@ from autotune.cli.display import print_as_is
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.export import TARGETS, export
 from autotune.profile import EngineFacts, KvPool, Profile, profile_text
+from autotune.profile.callable import CallableProfile, load_either
 from autotune.profile.fingerprint import software
 from autotune.profile.text import is_profile, is_sidecar
 from autotune.profiling.assemble import assemble, of_engine, sidecar
@@ -95,6 +96,22 @@ class Files:
         return files
 
 
+def unmeasured_beside(file: Path, made: Profile | CallableProfile) -> bool:
+    """Whether ``file`` is a profile of what was measured, and ``made`` of what was simulated alone."""
+    if made.measured:
+        return False
+    try:
+        return load_either(file).measured
+    except InputError:  # none is there, or none that can be read
+        return False
+
+
+def left_alone(file: Path, fault: str = "") -> str:
+    """What is said where :func:`unmeasured_beside` is so, of a run that was stopped; ``fault``: by what, if not by the user."""
+    why = f"stopped, for {fault}," if fault else "stopped"
+    return f"{why} before a setting was measured; {file} stays as it was. Run the same command to go on."
+
+
 def engine_facts(engine: Engine, arguments: Mapping[str, str]) -> EngineFacts:
     """``engine`` as a profile has it; ``arguments``: what else it was started with."""
     facts = engine.facts
@@ -108,6 +125,8 @@ def engine_facts(engine: Engine, arguments: Mapping[str, str]) -> EngineFacts:
         growth_reserve=facts.growth_reserve,
         kv_allocation=facts.kv_allocation,
         kv_blocks=engine.view().kv_total_blocks or None,
+        kv_block_size=facts.kv_block_size,
+        kv_bytes=facts.kv_bytes,
         options=dict(arguments),
     )
 
@@ -136,6 +155,9 @@ def finish(
     made = assemble(
         Profile, found, parts, name=files.profile.stem, command=command, machine=requested.machine, software=software()
     )
+    if found.stopped and unmeasured_beside(files.profile, made):
+        print_as_is(console, left_alone(files.profile, found.fault))
+        return FELL_SHORT if found.fault else INTERRUPTED
     write_together({files.points: sidecar(found), files.profile: profile_text(made, files.profile)})
     if as_json:
         shape = {

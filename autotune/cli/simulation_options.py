@@ -239,11 +239,13 @@ class SimulationOptions:
         """What ``point`` measured, and what simulations of its very requests say, under several draws of the step-time noise:
         how much it differs, and that the simulation is off where no draw comes to what was measured."""
         from autotune.simulate.paired import DRAWS, paired_attainment
+        from runtime.slo import in_percent, share_met
 
         load = self.profile.workload
         found = paired_attainment(self.scenario, point, load, stop)
         mean, low, high = found.mean, min(found.draws), max(found.draws)
-        said = f"{mean:.1%}"
+        target = None if point.classes else self.scenario.slo.attainment
+        measured, said = in_percent(share_met(point), target=target), in_percent(mean, target=target)
         if high - low > _ALIKE / 3:
             said += f" on average ({low:.1%} to {high:.1%} in {DRAWS} draws of the step-time noise)"
         if abs(found.even - mean) > _ALIKE / 3:
@@ -256,7 +258,7 @@ class SimulationOptions:
                 f"measurement, steps took {steps} time, or scattered {steps}, than in the calibration."
             )
         return (
-            f"{point.attainment:.1%} of {point.offered} requests met the SLO when measured, in windows of {load.window_s:.3g} s. "
+            f"{measured} of {point.offered} requests met the SLO when measured, in windows of {load.window_s:.3g} s. "
             f"A simulation of the same requests gives {said}"
         )
 
@@ -287,6 +289,8 @@ class SimulationOptions:
         stop: Callable[[], bool],
     ) -> str:
         """What is within the SLO at the lowest rate that was tried, where no setting meets it at any."""
+        from runtime.slo import in_percent
+
         one, tried = min(((one, s) for one in found for s in one.seeds), key=lambda pair: pair[1].failed)
         score = self.scenario.measure(
             one.knobs, tried.failed, tried.seed, requests=requests, controller=controller, stop=stop
@@ -294,8 +298,11 @@ class SimulationOptions:
         whose, do, relax = str(self.scenario.slo), "do", "--slo"
         if self.scenario.classes:
             whose, do, relax = "the SLO of every class", "meet their own", "--class"
+        share = in_percent(
+            score.weighted_attainment, target=None if self.scenario.classes else self.scenario.slo.attainment
+        )
         return (
-            f"No rate meets {whose}: with {one.label}, {score.weighted_attainment:.1%} of the requests {do} at "
+            f"No rate meets {whose}: with {one.label}, {share} of the requests {do} at "
             f"{tried.failed:.3g} req/s, the lowest tried. Relax {relax}."
         )
 

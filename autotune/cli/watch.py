@@ -156,15 +156,18 @@ class _Live:
         self._live.stop()
 
 
-def _latency(found: dict[str, float], target: float | None) -> Text:
-    """Median and 99th percentile, against the target if there is one: red where half of the requests miss it."""
+def _latency(found: dict[str, float] | None, target: float | None) -> Text:
+    """Median and 99th percentile, against the target if there is one: red where half of the requests miss it. None: no request
+    has any."""
     from rich.text import Text
 
     from autotune.report.tables import latency
 
-    text = Text(f"p50 {latency(found['p50'])}  p99 {latency(found['p99'])}")
+    text = Text("–" if found is None else f"p50 {latency(found['p50'])}  p99 {latency(found['p99'])}")
     if target is not None:
-        style = "red" if found["p50"] > target else "yellow" if found["p99"] > target else "green"
+        style = ""
+        if found is not None:
+            style = "red" if found["p50"] > target else "yellow" if found["p99"] > target else "green"
         text.append(f"  target {target:g} ms", style=style)
     return text
 
@@ -178,11 +181,16 @@ def _table(status: dict[str, Any], decisions: list[Decision], *, width: int | No
     from autotune.control.explain import timeline
     from autotune.control.status import OVERDUE_S
     from runtime.knobs import KNOBS
+    from runtime.slo import METRICS, SLO, in_percent
 
-    wanted = status["slo"].partition("@")[2]
+    required = {name: SLO.parse(fared["slo"]).attainment for name, fared in status["classes"].items()}
+    target = (
+        next(iter(required.values())) if len({*required.values()}) == 1 else None
+    )  # else each class has its own below
     share = "no request has ended yet"
     if status["attainment"] is not None:
-        share = f"{status['attainment']:.1%} of the last {status['offered']} (target {wanted})"
+        wanted = "" if target is None else f" (target {target * 100:g}%)"
+        share = f"{in_percent(status['attainment'], target=target)} of the last {status['offered']}{wanted}"
     marks = [word for word in ("paused", "observe_only", "ended") if status[word]]
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
@@ -196,10 +204,12 @@ def _table(status: dict[str, Any], decisions: list[Decision], *, width: int | No
     several = len(status["classes"]) > 1
     for name, fared in status["classes"].items():
         if several and fared["offered"]:
-            facts.add_row(Text(name), Text(f"{fared['attainment']:.1%} of {fared['offered']} within {fared['slo']}"))
-        for metric, found in fared["latencies_ms"].items():
-            title = Text(f"{name} {metric}" if several else metric)
-            facts.add_row(title, _latency(found, fared["targets_ms"].get(metric)))
+            met = in_percent(fared["attainment"], target=required[name])
+            facts.add_row(Text(name), Text(f"{met} of {fared['offered']} within {fared['slo']}"))
+        for metric in METRICS:
+            found, target = fared["latencies_ms"].get(metric), fared["targets_ms"].get(metric)
+            if found is not None or (target is not None and fared["offered"]):
+                facts.add_row(Text(f"{name} {metric}" if several else metric), _latency(found, target))
     if status["closed"]:
         facts.add_row("engine", Text("closed: its knobs no longer move", style="red"))
     facts.add_row("regime", Text(status["regime"]))

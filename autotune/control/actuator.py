@@ -85,12 +85,18 @@ class Actuator:
         if wanted != current and not self._observe_only:
             self.set(wanted)
             self.changed = True
-            self.log("set", proposal.cause, proposal.evidence, old=current, new=wanted)
+            self.log("set", self._cause(proposal), proposal.evidence, old=current, new=wanted)
         elif self._observe_only and wanted != current and wanted != self._last:
-            self.log("observe", proposal.cause, proposal.evidence, old=current, new=wanted)
+            self.log("observe", self._cause(proposal), proposal.evidence, old=current, new=wanted)
         elif news:
-            self.log("hold", proposal.cause, proposal.evidence)
+            self.log("hold", self._cause(proposal), proposal.evidence)
         self._last = wanted
+
+    def _cause(self, proposal: Proposal) -> str:
+        """Its own, and what of it the operator does not let come in force."""
+        live = self._engine.capabilities.knobs
+        held = self._guardrails.holds(proposal.knobs).items()
+        return "; ".join([proposal.cause, *(why for name, why in held if live[name] == "live")])
 
     def set(self, knobs: Knobs | None = None, /, **changes: float) -> None:
         """Put ``knobs`` in force, or make the ``changes`` named: the others may have been lowered, while memory is short."""

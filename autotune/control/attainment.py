@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from autotune.control.controllers.protocol import SLOAware
 from autotune.control.status import ClassStatus
 from autotune.control.tally import ClassTally
 from runtime.records import FinishReason, RequestRecord, percentile
-from runtime.slo import METRICS, SLO, Attainment
+from runtime.slo import METRICS, SLO, Attainment, SLOHistory
 from runtime.tunable import Tunable
 
 _WINDOW = 1024
@@ -18,26 +20,37 @@ _WINDOW = 1024
 class AttainmentTracker:
     """``slos``: the SLO of each class as of the last :meth:`changed`; ``default`` is for classes not named.
 
-    They are the engine's; with ``apart`` the ``slo`` stands in place of its ``default``, until that is set to another.
+    They are the engine's; with ``apart`` the ``slo`` stands in place of its ``default``, until that is set to another. Figures
+    are all of the same last :data:`_WINDOW` requests, each judged by the SLO that its class had when it came.
     """
 
     def __init__(self, engine: Tunable, slo: SLO, *, apart: bool = False) -> None:
-        self.slos: dict[str, SLO] = {"default": slo}
-        self.all = Outcomes()
+        self.slos: Mapping[str, SLO] = {"default": slo}
         self._engine = engine
         self._apart, self._engines = apart, engine.slos.get("default")
-        self._classes: dict[str, Outcomes] = {}
+        self._history = SLOHistory(self.slos)
+        self._seen: Mapping[str, SLO] = {}  # the engine's SLOs at the last look
+        self._looked = -math.inf  # when that was
+        self._latest: deque[_Outcome] = deque(maxlen=_WINDOW)
         self._tallies: dict[str, ClassTally] = {}
 
     @property
     def default(self) -> SLO:
         return self.slos["default"]
 
+    def look(self, now: float) -> None:
+        """See whether the engine's SLOs, which may change at any time, have; do so after each step. A change counts from the look
+        before the one that finds it: who came to an idle engine meanwhile came after it."""
+        if (slos := self._engine.slos) != self._seen:
+            self._seen = dict(slos)
+            self._history.change(self._in_force(), self._looked)
+        if math.isfinite(now):
+            self._looked = now
+
     def changed(self) -> bool:
-        """Whether the engine's SLOs, which may change at any time, differ from those of the last call."""
-        slos = self._in_force()
-        before, self.slos = self.slos, slos
-        return slos != before
+        """Whether the SLOs of the last :meth:`look` differ from those at the last call."""
+        before, self.slos = self.slos, self._history.latest
+        return self.slos != before
 
     def _in_force(self) -> dict[str, SLO]:
         slos = {"default": self.default, **self._engine.slos}
@@ -51,33 +64,44 @@ class AttainmentTracker:
             controller.set_slos(self.slos)
 
     def add(self, record: RequestRecord) -> None:
-        """A request has ended. It is judged by the SLO that its class has now."""
-        slos = self._in_force()
+        """A request has ended. It is judged by the SLO that its class had when it came."""
+        self.look(record.finished)
+        slos = self._history.at(record.arrival)
         name = record.request_class if record.request_class in slos else "default"
         slo = slos[name]
-        self.all.add(record, slo)
-        if name not in self._classes:
-            self._classes[name] = Outcomes()
+        self._latest.append(_Outcome.of(name, record, slo))
+        if name not in self._tallies:
             self._tallies[name] = ClassTally(weight=self._engine.weights.get(name, 1.0))
-        self._classes[name].add(record, slo)
         self._tallies[name].add(record, slo)
+
+    def attainment(self) -> Attainment:
+        """Of all classes together."""
+        return _attainment(self._latest)
+
+    def rejections(self) -> dict[str, int]:
+        """Rejected requests by cause."""
+        return dict(Counter(one.rejected for one in self._latest if one.rejected))
 
     def by_class(self) -> dict[str, ClassStatus]:
         """Attainment and latencies of each class."""
-        none = Outcomes()
-        by_class = {name: self._classes.get(name, none) for name in self.slos}
-        return {name: ClassStatus(self.slos[name], v.attainment(), v.latencies_ms()) for name, v in by_class.items()}
+        by_class: dict[str, list[_Outcome]] = {name: [] for name in self.slos}
+        for one in self._latest:
+            by_class.setdefault(one.name, []).append(one)
+        return {
+            name: ClassStatus(slo, _attainment(by_class[name]), _latencies_ms(by_class[name]))
+            for name, slo in self.slos.items()
+        }
 
     def copy(self) -> AttainmentTracker:
         """Their state as it is now. Quick: :meth:`add` may have to wait for it."""
         made = AttainmentTracker(self._engine, self.default)
-        made.slos, made.all = self.slos, self.all.copy()
-        made._classes = {name: outcomes.copy() for name, outcomes in self._classes.items()}
+        made.slos, made._latest = self.slos, self._latest.copy()
         return made
 
-    def as_evidence(self) -> dict[str, dict[str, str]]:
-        """Class → SLO, for the decision log."""
-        return {"slos": {name: str(slo) for name, slo in sorted(self.slos.items())}}
+    def as_evidence(self) -> dict[str, Any]:
+        """Class → SLO, for the decision log, and from when on, unless that is from the beginning."""
+        since = {} if self._history.since == -math.inf else {"since": self._history.since}
+        return {"slos": {name: str(slo) for name, slo in sorted(self.slos.items())}, **since}
 
     def weights(self) -> dict[str, dict[str, float]]:
         """Class → weight, for the decision log; nothing where all weigh the same."""
@@ -95,46 +119,43 @@ class AttainmentTracker:
         return ", ".join(f"{name} {slo}" for name, slo in sorted(self.slos.items()))
 
 
-class Outcomes:
-    """How the last :data:`_WINDOW` requests ended: the targets each missed, and its latencies."""
+class _Outcome(NamedTuple):
+    """How one request ended. ``missed``: the targets, None of one that its client cancelled; ``rejected``: the cause, if it was;
+    ``latencies``: of each of :data:`METRICS`, s, if it completed."""
 
-    def __init__(self) -> None:
-        self._missed: deque[tuple[str, ...] | None] = deque(maxlen=_WINDOW)  # None: cancelled
-        self._latencies: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in METRICS}
-        self._rejected: deque[str] = deque(maxlen=_WINDOW)  # the cause of those rejected, empty of others
+    name: str
+    missed: tuple[str, ...] | None
+    rejected: str
+    latencies: tuple[float | None, ...]
 
-    def add(self, record: RequestRecord, slo: SLO) -> None:
-        self._missed.append(slo.violated(record) if record.offered else None)
-        self._rejected.append(record.cause or "rejected" if record.reason is FinishReason.REJECTED else "")
-        for name, value in (
-            ("ttft", record.ttft),
-            ("tpot", record.tpot),
-            ("itl", record.itl_p99 if slo.itl_ms is not None else None),
-            ("e2e", record.e2e),
-        ):
-            if value is not None and record.completed:
-                self._latencies[name].append(value)
+    @classmethod
+    def of(cls, name: str, record: RequestRecord, slo: SLO) -> _Outcome:
+        """Of a request of the class ``name`` that had to meet ``slo``."""
+        missed = slo.violated(record) if record.offered else None
+        rejected = record.cause or "rejected" if record.reason is FinishReason.REJECTED else ""
+        if not record.completed:
+            return cls(name, missed, rejected, ())
+        gap = record.itl_p99 if slo.itl_ms is not None else None
+        return cls(name, missed, rejected, (record.ttft, record.tpot, gap, record.e2e))
 
-    def copy(self) -> Outcomes:
-        made = Outcomes()
-        made._missed, made._rejected = self._missed.copy(), self._rejected.copy()
-        made._latencies = {name: values.copy() for name, values in self._latencies.items()}
-        return made
 
-    def attainment(self) -> Attainment:
-        missed = [m for m in self._missed if m is not None]
-        met = sum(not m for m in missed)
-        return Attainment(met, len(missed), len(self._missed) - len(missed), Counter(n for m in missed for n in m))
+def _attainment(outcomes: Collection[_Outcome]) -> Attainment:
+    missed = [one.missed for one in outcomes if one.missed is not None]
+    met = sum(not m for m in missed)
+    return Attainment(met, len(missed), len(outcomes) - len(missed), Counter(n for m in missed for n in m))
 
-    def rejections(self) -> dict[str, int]:
-        """Rejected requests by cause."""
-        return dict(Counter(cause for cause in self._rejected if cause))
 
-    def latencies_ms(self) -> dict[str, tuple[float, float]]:
-        """(median, 99th percentile) of each metric that any of them has, ms."""
-        found = {}
-        for name, values in self._latencies.items():
-            middle, high = percentile(values, 50), percentile(values, 99)
-            if middle is not None and high is not None:
-                found[name] = 1e3 * middle, 1e3 * high
-        return found
+def _latencies_ms(outcomes: Collection[_Outcome]) -> dict[str, tuple[float, float]]:
+    """(median, 99th percentile) of each metric that any of them has, ms."""
+    found = {}
+    for name, values in zip(
+        METRICS, zip(*(one.latencies for one in outcomes if one.latencies), strict=True), strict=False
+    ):
+        known = [value for value in values if value is not None]
+        middle, high = percentile(known, 50), percentile(known, 99)
+        if middle is not None and high is not None:
+            found[name] = 1e3 * middle, 1e3 * high
+    return found
+
+
+assert METRICS == ("ttft", "tpot", "itl", "e2e")

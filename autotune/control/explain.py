@@ -149,8 +149,7 @@ def _state(decision: Decision, before: str) -> str:
 
 
 def _between(earlier: Decision, later: Decision) -> float:
-    if earlier.wall is not None and later.wall is not None:
-        return max(0.0, later.wall - earlier.wall)
+    """Seconds, both in one run: by the engine's clock, which nobody sets."""
     return max(0.0, later.at - earlier.at)
 
 

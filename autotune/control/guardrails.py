@@ -68,6 +68,18 @@ class Guardrails:
         }
         return limits.clamp(Knobs(**values))
 
+    def holds(self, wanted: Knobs) -> dict[str, str]:
+        """Knobs of which a pin or a bound forbids what ``wanted`` has, each with a sentence that says so."""
+        found = {}
+        for spec in KNOBS:
+            value, unit = getattr(wanted, spec.name), f" {spec.unit}" if spec.unit == "ms" else ""
+            if value != (pin := self.pinned.get(spec.name, value)):
+                found[spec.name] = f"{spec.name} is pinned at {pin:.10g}{unit}"
+            low, high = self.bounds.get(spec.name, (-math.inf, math.inf))
+            if not low <= value <= high:
+                found[spec.name] = f"{spec.name} is bounded to {low:.10g}–{high:.10g}{unit}"
+        return found
+
     def _one(self, spec: KnobSpec, wanted: float, current: float) -> float:
         if spec.name in self.pinned:
             return self.pinned[spec.name]

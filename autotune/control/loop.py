@@ -129,6 +129,7 @@ class Control(ReportsRates):
 
     def _begin_controller(self) -> None:
         controller = self.controller
+        self._attainment.look(self._actuator.now)
         self._attainment.changed()
         try:
             self._attainment.pass_slos(controller)
@@ -181,6 +182,7 @@ class Control(ReportsRates):
                         self._fall_back()
                     return
                 self._actuator.now = record.end
+                self._attainment.look(record.end)
                 if self._drift is not None and (found := self._drift.observe(record)) is not None:
                     self._actuator.log("note", found.cause, found.evidence)
                 # time that jumps back must not stop the controller, nor time that stands still make it busy
@@ -402,8 +404,8 @@ class Control(ReportsRates):
             knobs, seen = self._engine.knobs, self._attainment.copy()
             overdue, closed = None if ended else self._watchdog.seconds, self._engine.closed
         return Status(
-            knobs, regime, seen.all.attainment(), seen.default, paused, self.observe_only, ended, seen.by_class(),
-            seen.all.rejections(), overdue,
+            knobs, regime, seen.attainment(), seen.default, paused, self.observe_only, ended, seen.by_class(),
+            seen.rejections(), overdue,
             tuple(name for name, effect in self._engine.capabilities.knobs.items() if effect == "none"), self._engine.limits,
             closed,
         )  # fmt: skip

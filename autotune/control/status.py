@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.slo import SLO, Attainment
+from runtime.slo import SLO, Attainment, in_percent
 
 OVERDUE_S = 1.0  # a step record that is due for longer is worth a word
 
@@ -75,7 +75,9 @@ class Status:
     def __str__(self) -> str:
         k, seen = self.knobs, self.attainment
         share = (
-            f"attainment {seen.share:.1%} of the last {seen.offered}" if seen.offered else "no request has ended yet"
+            f"attainment {in_percent(seen.share)} of the last {seen.offered}"
+            if seen.offered
+            else "no request has ended yet"
         )
         states = {
             "detached": self.ended,

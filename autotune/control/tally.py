@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord
-from runtime.slo import SLO
+from runtime.slo import SLO, in_percent
 
 
 @dataclass
@@ -127,7 +127,7 @@ def losses(tallies: Mapping[str, ClassTally]) -> Iterator[str]:
 
 
 def _share(met: int, offered: int) -> str:
-    return f" ({met / offered:.1%})" if offered else ""
+    return f" ({in_percent(met / offered)})" if offered else ""
 
 
 def _by(counts: Counter[str]) -> str:

@@ -68,8 +68,9 @@ class NamedSource(EngineSource, Protocol):
         """The same for requests of these classes, and of none of them."""
         ...
 
-    def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> Self:
-        """The same with the KV pool, prefix cache and CPU threads of a profile of this engine."""
+    def as_profiled(self, kv_tokens: int, block_size: int | None, prefix_cache: bool, threads: int | None) -> Self:
+        """The same with the KV pool, prefix cache and CPU threads of a profile of this engine. ``block_size``: what it is told;
+        None: its own."""
         ...
 
 

@@ -76,9 +76,10 @@ class OwnSource:
         """The same model for requests of these classes, and of none of them."""
         return self.with_options(classes=tuple(classes))
 
-    def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> OwnSource:
+    def as_profiled(self, kv_tokens: int, block_size: int | None, prefix_cache: bool, threads: int | None) -> OwnSource:
         """The same model with the KV pool, prefix cache and CPU threads of a profile."""
-        return self.with_options(kv_tokens=kv_tokens, block_size=block_size, prefix_cache=prefix_cache, threads=threads)
+        size = block_size or BLOCK
+        return self.with_options(kv_tokens=kv_tokens, block_size=size, prefix_cache=prefix_cache, threads=threads)
 
     def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> Engine:
         return Engine(self._loaded, knobs=knobs, limits=limits, seed=seed, **self._options)

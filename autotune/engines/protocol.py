@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, cast
 
 from runtime.knobs import KnobLimits, Knobs
+from runtime.records import FinishReason
 from runtime.request import SamplingParams
 from runtime.tunable import ModelInfo, Tunable
 
@@ -78,8 +79,9 @@ class VirtualEngine(Engine, Protocol):
         """Let seconds pass, with the steps that are due in them."""
         ...
 
-    def cancel_all(self) -> int:
-        """End everything that runs or waits; returns how many that were."""
+    def cancel_all(self, reason: FinishReason = ..., cause: str = ...) -> int:
+        """End everything that runs or waits, by its client's wish unless ``reason`` and ``cause`` say otherwise; returns how many
+        that were."""
         ...
 
 

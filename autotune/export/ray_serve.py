@@ -8,7 +8,7 @@ method; docs/how-to/export.md has one.
 from __future__ import annotations
 
 from autotune.export.files import yaml_file
-from autotune.export.rows import FACTS_OF_THE_MODEL, as_calls, batches_calls, no_cost, no_wait
+from autotune.export.rows import FACTS_OF_THE_MODEL, as_calls, batches_calls, no_cost
 from autotune.export.source import ProfiledCallable, Source
 from autotune.export.target import ExportTarget, Fit, Row, Written
 
@@ -25,17 +25,51 @@ def _wait(source: Source) -> Written:
     return {"user_config.batch_wait_timeout_s": source.knobs.max_wait_ms / _MS}
 
 
+def _call_ms(source: ProfiledCallable) -> float:
+    """Of a full call, or of one that is large enough to serve the most within the SLO."""
+    service, cost = source.profile.service, source.profile.inputs.mean_cost
+    items = min(source.knobs.max_batch_size, service.capacity_size)
+    ms = service.beside * (service.fixed_ms + items * (service.per_item_ms + cost * service.per_cost_ms))
+    return float(f"{ms:.3g}")
+
+
+def _gathers(source: ProfiledCallable) -> bool:
+    """Whether items gather here behind a call that takes longer than their wait."""
+    return not _alone(source) and _call_ms(source) > source.knobs.max_wait_ms
+
+
+def _wait_for_call(source: ProfiledCallable) -> Written:
+    """A batch is closed when the one before it ends: with shorter waits, those that are closed pile up."""
+    return {"user_config.batch_wait_timeout_s": _call_ms(source) / _MS} if _gathers(source) else _wait(source)
+
+
+def _longer(source: ProfiledCallable) -> str:
+    if not _gathers(source):
+        return ""
+    return (
+        f"{_CLOSES}. Here items gather while a call runs, so {_call_ms(source):g} ms is written, the time of a full call: with a "
+        "shorter wait batches would pile up. An item that comes alone waits as long"
+    )
+
+
+def _alone(source: Source) -> str:
+    return "calls of one item wait for no other" if source.knobs.max_batch_size == 1 else ""
+
+
 def _replicas(source: ProfiledCallable) -> Written:
     return {"num_replicas": source.profile.replicas}
 
 
 _BATCH = ("max_ongoing_requests", "user_config.max_batch_size")
+_CLOSES = "Ray Serve closes a batch when its wait is over, even if an earlier one still runs"
+_KEYS = ("user_config.batch_wait_timeout_s",)
 _WAIT: Row[Source] = Row(
     Fit.APPROXIMATE,
-    ("user_config.batch_wait_timeout_s",),
+    _KEYS,
     _wait,
-    said="Ray Serve closes a batch when its wait is over, even if an earlier one still runs",
-    harmless=no_wait,
+    said=f"{_CLOSES}: under load a wait below the time of a call makes batches smaller, and one of 0 makes them of one request. "
+    "Set it to about the time of a full call",
+    harmless=_alone,
 )
 
 RAY_SERVE = ExportTarget(
@@ -49,7 +83,7 @@ RAY_SERVE = ExportTarget(
     calls={
         "replicas": Row(Fit.EXACT, ("num_replicas",), _replicas),
         "max_batch_size": Row(Fit.EXACT, _BATCH, _batch),
-        "max_wait_ms": _WAIT,
+        "max_wait_ms": Row(Fit.APPROXIMATE, _KEYS, _wait_for_call, said=_CLOSES, harmless=_alone, differs=_longer),
         "token_budget": Row(
             Fit.UNSUPPORTED,
             said="Ray Serve's batch_size_fn counts costs in the place of items, not beside them",

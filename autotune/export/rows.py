@@ -42,6 +42,43 @@ def no_drafts(source: Source) -> str:
     return "value 0 loses nothing" if source.knobs.draft_tokens == 0 else ""
 
 
+def drafts_that_fit(source: ProfiledEngine) -> int:
+    """Tokens to draft for each sequence, where sequences take theirs in turns until a step is full: of those that came last none
+    would get a token for as long as the first ones run. At most as many as leave every sequence a token."""
+    knobs = source.knobs
+    return min(knobs.draft_tokens, knobs.token_budget // min(knobs.max_batch_size, knobs.token_budget) - 1)
+
+
+def fewer_drafts(title: str) -> Callable[[ProfiledEngine], str]:
+    """What to say where fewer are written."""
+
+    def about(source: ProfiledEngine) -> str:
+        knobs, fit = source.knobs, drafts_that_fit(source)
+        if not 0 < fit < knobs.draft_tokens:
+            return ""
+        return f"{fit} in place of {knobs.draft_tokens}: {_in_turns(title, source)}"
+
+    return about
+
+
+def no_draft_fits(title: str) -> Callable[[ProfiledEngine], str]:
+    """Why none may be drafted, or ""."""
+
+    def unsupported(source: ProfiledEngine) -> str:
+        return _in_turns(title, source) if source.knobs.draft_tokens and not drafts_that_fit(source) else ""
+
+    return unsupported
+
+
+def _in_turns(title: str, source: ProfiledEngine) -> str:
+    knobs = source.knobs
+    served = knobs.token_budget // (1 + knobs.draft_tokens)
+    return (
+        f"{title} gives one sequence after the other its token and all its drafts until the step is full, so with "
+        f"{knobs.draft_tokens} of them only {served} of {min(knobs.max_batch_size, knobs.token_budget)} sequences would go on"
+    )
+
+
 def no_cost(source: ProfiledCallable) -> str:
     """Why a bound on the cost of a call never bound, or ""."""
     return without_bound(source.profile, source.knobs)

@@ -15,6 +15,7 @@ from autotune.profile.fingerprint import describe
 from autotune.profiling.points import share_interval
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.knobs import Knobs
+from runtime.slo import in_percent, share_met
 
 _AS_THEN = "The settings are those of that measurement: EXACT, unless a note says approximate."
 _BUT_OPTIONS = (
@@ -259,7 +260,7 @@ def _measured(point: Point) -> str:
     times = {"TTFT": point.ttft_p99_ms, "TPOT": point.tpot_p99_ms}
     interval = share_interval(point.attainment_low, point.attainment_high)
     return (
-        f"{point.attainment:.1%} of {point.offered} requests met the SLO (95% interval {interval}%), "
+        f"{in_percent(share_met(point))} of {point.offered} requests met the SLO (95% interval {interval}%), "
         f"{point.goodput.mean:.3g} requests/s met it{_tails(times)}"
     )
 
@@ -267,7 +268,7 @@ def _measured(point: Point) -> str:
 def _tried(point: CallablePoint) -> str:
     interval = share_interval(point.attainment_low, point.attainment_high)
     return (
-        f"{point.attainment:.1%} of {point.offered} items met the SLO (95% interval {interval}%), "
+        f"{in_percent(share_met(point))} of {point.offered} items met the SLO (95% interval {interval}%), "
         f"{point.goodput:.3g} items/s met it{_tails({'E2E': point.e2e_p99_ms})}"
     )
 

@@ -12,10 +12,13 @@ import shlex
 
 from autotune.export.files import yaml_file
 from autotune.export.rows import (
+    drafts_that_fit,
     facts_under,
+    fewer_drafts,
     known_dtype,
     kv_cache_in,
     no_chunk_needed,
+    no_draft_fits,
     no_drafts,
     no_wait,
     same,
@@ -25,14 +28,34 @@ from autotune.export.source import ProfiledEngine
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST
 
+_BLOCK = 32
+"""Tokens in a block of its KV cache, by default."""
+_SEQUENCES = sequences("max_batch_size")
+
+
+def _slots(source: ProfiledEngine) -> Written:
+    written = _SEQUENCES.write(source)
+    return {
+        **written,
+        "cuda_graph_config.max_batch_size": written["max_batch_size"],  # it has graphs up to 128 by default
+        "cuda_graph_config.enable_padding": True,  # or steps of sizes between two graphs have none
+    }
+
+
+def _no_block_fits(source: ProfiledEngine) -> str:
+    if source.knobs.token_budget >= _BLOCK:
+        return ""
+    return f"TensorRT-LLM cuts prompts at whole blocks of {_BLOCK} tokens, and would never compute a longer one"
+
 
 def _drafts(source: ProfiledEngine) -> Written:
     if not source.knobs.draft_tokens:
         return {}
     return {
         "speculative_config.decoding_type": "NGram",
-        "speculative_config.max_draft_len": source.knobs.draft_tokens,
+        "speculative_config.max_draft_len": drafts_that_fit(source),
         "speculative_config.max_matching_ngram_size": LONGEST,
+        "speculative_config.is_public_pool": False,  # each sequence from its own text, as here
         "disable_overlap_scheduler": True,  # n-grams are looked up on the host, between steps
     }
 
@@ -44,7 +67,12 @@ TENSORRT_LLM = ExportTarget(
     filename="tensorrt-llm.yaml",
     suffixes=(".yaml", ".yml"),
     knobs={
-        "max_batch_size": sequences("max_batch_size"),
+        "max_batch_size": Row(
+            Fit.EXACT,
+            ("max_batch_size", "cuda_graph_config.max_batch_size", "cuda_graph_config.enable_padding"),
+            _slots,
+            about=_SEQUENCES.about,
+        ),
         "max_wait_ms": Row(
             Fit.UNSUPPORTED,
             said="TensorRT-LLM's batch_wait_timeout_ms delays every step, decodes too, until max_batch_size requests came",
@@ -54,7 +82,9 @@ TENSORRT_LLM = ExportTarget(
             Fit.APPROXIMATE,
             ("max_num_tokens",),
             lambda s: {"max_num_tokens": s.knobs.token_budget},
-            said="TensorRT-LLM cuts prompts at whole blocks of its KV cache: less than a block of a step stays empty",
+            said=f"TensorRT-LLM cuts prompts at whole blocks of its KV cache ({_BLOCK} tokens by default): less than a block of "
+            "a step stays empty, and prompts wait while decodes leave no more than that",
+            unsupported=_no_block_fits,
         ),
         "chunk_size": Row(
             Fit.APPROXIMATE,
@@ -69,11 +99,14 @@ TENSORRT_LLM = ExportTarget(
                 "speculative_config.decoding_type",
                 "speculative_config.max_draft_len",
                 "speculative_config.max_matching_ngram_size",
+                "speculative_config.is_public_pool",
                 "disable_overlap_scheduler",
             ),
             _drafts,
-            said="TensorRT-LLM drafts for every sequence, also from what others have said, and cannot overlap steps meanwhile",
+            said="TensorRT-LLM drafts for every sequence, and cannot overlap steps meanwhile",
             harmless=no_drafts,
+            about=fewer_drafts("TensorRT-LLM"),
+            unsupported=no_draft_fits("TensorRT-LLM"),
         ),
     },
     facts=facts_under(

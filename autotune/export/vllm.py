@@ -13,7 +13,18 @@ from typing import NamedTuple
 
 from autotune.engines.named import DTYPE_BYTES
 from autotune.export.files import yaml_file
-from autotune.export.rows import known_dtype, no_chunk_needed, no_drafts, no_wait, of_model, same, sequences
+from autotune.export.rows import (
+    drafts_that_fit,
+    fewer_drafts,
+    known_dtype,
+    no_chunk_needed,
+    no_draft_fits,
+    no_drafts,
+    no_wait,
+    of_model,
+    same,
+    sequences,
+)
 from autotune.export.source import ProfiledEngine
 from autotune.export.target import ExportTarget, Fit, Row, Written
 from runtime.llm.drafts import LONGEST, SHORTEST
@@ -21,6 +32,10 @@ from runtime.llm.drafts import LONGEST, SHORTEST
 DEFAULT_SHARE = 0.92
 LARGEST_SHARE = 0.95  # vLLM refuses to start unless its share of the device is free, and its CUDA context takes some
 GIB = 2**30
+_BESIDE = 0.1
+"""Of the devices' memory, what activations and CUDA graphs hardly exceed; vLLM takes both out of its share."""
+_SPARE = 2 * 128
+"""Tokens of vLLM's block that stands for no block, and of one that is not full, in blocks of its default on a CPU."""
 _NGRAM = {"method": "ngram", "prompt_lookup_min": SHORTEST, "prompt_lookup_max": LONGEST}
 
 
@@ -38,7 +53,7 @@ def _about_chunk(source: ProfiledEngine) -> str:
 
 
 def _drafts(source: ProfiledEngine) -> Written:
-    count = source.knobs.draft_tokens
+    count = drafts_that_fit(source)
     return {"speculative-config": json.dumps(_NGRAM | {"num_speculative_tokens": count})} if count else {}
 
 
@@ -78,7 +93,11 @@ def _memory(source: ProfiledEngine) -> Memory | None:
 
 
 def _pool_gib(source: ProfiledEngine) -> float:
-    return source.profile.engine.kv_pool.tokens * source.profile.model.kv_bytes_per_token / GIB
+    return _gib(source, source.profile.engine.kv_pool.tokens)
+
+
+def _gib(source: ProfiledEngine, tokens: int) -> float:
+    return tokens * source.profile.model.kv_bytes_per_token / GIB
 
 
 def _on_vllm(source: ProfiledEngine) -> bool:
@@ -86,34 +105,60 @@ def _on_vllm(source: ProfiledEngine) -> bool:
     return source.measured_there and not source.another_model
 
 
-def _blocks_known(source: ProfiledEngine) -> bool:
-    """Whether it is known, of a pool of vLLM's own, how many blocks vLLM must be told."""
-    return _on_vllm(source) and source.profile.engine.kv_blocks is not None
+def _blocks(source: ProfiledEngine) -> Written:
+    """Blocks of a pool of vLLM's own, as vLLM is told; nothing where the profile does not say all of it."""
+    engine = source.profile.engine
+    size, count = engine.block_size_given, engine.kv_blocks
+    if not _on_vllm(source) or size is None or count is None:
+        return {}
+    return {"block-size": size, "num-gpu-blocks-override": count + 1}  # one of them stands for no block
+
+
+def _pool_bytes(source: ProfiledEngine) -> int:
+    """Of a pool of vLLM's own on each device, with the block that stands for no block; 0: not known."""
+    engine = source.profile.engine
+    blocks = engine.kv_blocks or engine.kv_pool.blocks
+    counted = engine.kv_pool.tokens * source.profile.model.kv_bytes_per_token * (blocks + 1) // blocks
+    return engine.kv_bytes or counted // engine.parallelism
+
+
+def _short(source: ProfiledEngine) -> bool:
+    """Whether the share that weights and pool take might not leave one request of the greatest length; vLLM does not start
+    then."""
+    memory = _memory(source)
+    if memory is None or _on_vllm(source):
+        return False
+    left, longest = memory.pool - _BESIDE * memory.devices, _gib(source, source.max_model_len)
+    return left < longest and longest > 0
 
 
 def _share(source: ProfiledEngine) -> Written:
+    profile = source.profile
     if _on_vllm(source):
-        engine, model = source.profile.engine, source.profile.model
-        counted, size = engine.kv_blocks, engine.kv_pool.block_size
-        written = {"block-size": size}
-        blocks = (counted or engine.kv_pool.blocks) + 1  # one of them stands for no block
-        if counted is not None:
-            written["num-gpu-blocks-override"] = blocks
-        held = blocks * size * model.kv_bytes_per_token // engine.parallelism  # of each device
-        on_cpu = source.profile.machine.kind == "cpu"  # where it would have 92% of all memory free
-        if held and (on_cpu or counted is None):
+        written, held = dict(_blocks(source)), _pool_bytes(source)
+        if held and (not written or profile.machine.kind == "cpu"):  # where it would have 92% of all memory free
             written["kv-cache-memory-bytes"] = held
         return written
+    if _short(source):
+        held = (profile.engine.kv_pool.tokens + _SPARE) * profile.model.kv_bytes_per_token
+        return {"kv-cache-memory-bytes": held // profile.engine.parallelism}
     memory = _memory(source)
     return {} if memory is None else {"gpu-memory-utilization": memory.share}
 
 
-def _other_blocks(source: ProfiledEngine) -> str:
-    """What a pool of vLLM's own may differ by."""
+def _another_pool(source: ProfiledEngine) -> str:
+    """What a pool differs by that is not given as a share of memory."""
+    if _short(source):
+        return (
+            "vLLM makes a KV cache of so many bytes whatever else takes memory; a share might leave less than one request of "
+            "max-model-len takes, and vLLM does not start then. If it runs out of memory, lower both"
+        )
     if not _on_vllm(source):
         return ""
     unknown = "the profile does not say how many blocks vLLM's pool had, which is more than its tokens fill where layers take "
-    if source.profile.model.kv_bytes_per_token:
+    if source.profile.engine.kv_blocks is not None:
+        unknown = "the profile does not say how many tokens a block of vLLM's pool had, whose layers take "
+    if _pool_bytes(source):
         return f"{unknown}blocks in several groups; of so many bytes such a model makes a pool of another size than was measured"
     return f"{unknown}blocks in several groups, nor what a token takes: vLLM makes a pool of the size that its default gives"
 
@@ -122,22 +167,24 @@ def _about_share(source: ProfiledEngine) -> str:
     memory = _memory(source)
     if memory is None or _on_vllm(source):
         return ""
-    cut = f", cut to the {LARGEST_SHARE} that vLLM can surely have" if memory.share == LARGEST_SHARE else ""
+    at_most = memory.share == LARGEST_SHARE and not _short(source)
+    cut = f", cut to the {LARGEST_SHARE} that vLLM can surely have" if at_most else ""
     return f"weights {memory.weights:.1f} + KV cache {memory.pool:.1f} of {memory.devices:.1f} GiB{cut}"
 
 
 def _default_share(source: ProfiledEngine) -> str:
     """Why the share is left to vLLM."""
-    if _memory(source) is not None:
+    if _memory(source) is not None or _on_vllm(source):
         return ""
     if source.profile.machine.kind == "gpu":
         measured = source.profile.model.name
         return (
             f"left at vLLM's default ({DEFAULT_SHARE}): the pool was measured beside {measured}, not beside this model"
         )
+    space = math.ceil(_gib(source, source.profile.engine.kv_pool.tokens + _SPARE))
     return (
         f"left at vLLM's default ({DEFAULT_SHARE}): the pool was measured in a CPU's memory, which says nothing about a GPU's. "
-        f"On a CPU, VLLM_CPU_KVCACHE_SPACE={math.ceil(_pool_gib(source))} in the environment gives vLLM as many GiB"
+        f"On a CPU, VLLM_CPU_KVCACHE_SPACE={space} in the environment gives vLLM as many GiB"
     )
 
 
@@ -181,6 +228,8 @@ VLLM = ExportTarget(
             _drafts,
             said="vLLM drafts for every sequence, whatever the step holds; here prompts go before drafts",
             harmless=no_drafts,
+            about=fewer_drafts("vLLM"),
+            unsupported=no_draft_fits("vLLM"),
             exact=lambda s: s.measured_there and bool(no_drafts(s)),
         ),
     },
@@ -199,8 +248,8 @@ VLLM = ExportTarget(
             "its log says how large it is",
             harmless=_default_share,
             about=_about_share,
-            differs=_other_blocks,
-            exact=_blocks_known,
+            differs=_another_pool,
+            exact=lambda s: bool(_blocks(s)),
         ),
         "prefix_cache": Row(Fit.EXACT, ("enable-prefix-caching", "no-enable-prefix-caching"), _prefixes),
         "parallelism": same("tensor-parallel-size", lambda s: s.profile.engine.parallelism),

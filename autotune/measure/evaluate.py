@@ -39,6 +39,7 @@ one where the SLO bounds neither, s."""
 
 _IDLE_PATIENCE_S = 10.0  # how long a cancelled request may take to come back before the engine counts as hung
 _POLL_S = 0.02
+_LATE = "unfinished when the last deadline had passed"
 _KEPT_REQUESTS = 5000
 """In a load that is kept for the next measurement, at most; 2 MB."""
 
@@ -148,12 +149,13 @@ def evaluate(
     missing = 0
     try:
         with frozen_heap() if simulated is None else nullcontext():
+            done = False
             try:
                 report = sent.replay(clock, stop)
                 end = report.start + last_deadline(arrivals[: report.sent], slo)
                 done = not report.stopped and sent.drain(recorder, end, clock, stop)
             finally:
-                missing = sent.cancel(recorder, clock)
+                missing = sent.end_rest(recorder, clock, late=done)
         if not done or _says(stop):
             raise Interrupted("interrupted")
         if missing:
@@ -279,8 +281,8 @@ class _Sender:
             recorder.changed.clear()
         return True
 
-    def cancel(self, recorder: Recorder, clock: Clock) -> int:
-        """Cancel the rest, and wait for those to come back. How many do not."""
+    def end_rest(self, recorder: Recorder, clock: Clock, *, late: bool) -> int:
+        """End the rest, and wait for those to come back. How many do not. ``late``: their deadlines have passed."""
         for name, handle in self._handles.items():
             if name not in recorder.requests:
                 handle.cancel()
@@ -299,7 +301,7 @@ class _Sender:
                 cause=self._rejected.get(name, "not sent"),
             )  # fmt: skip
         if record.reason is FinishReason.CANCELLED:  # by our own drain: a miss, and no wish of the client's
-            record = record._replace(reason=FinishReason.TIMEOUT, cause="unfinished when the last deadline had passed")
+            record = record._replace(reason=FinishReason.TIMEOUT, cause=_LATE)
         return record._replace(arrival=due)
 
 
@@ -316,6 +318,9 @@ class _VirtualSender(_Sender):
     def drain(self, recorder: Recorder, end: float, clock: Clock, stop: Callable[[], bool] | None) -> bool:
         return self._simulated.run(end, stop=stop)
 
-    def cancel(self, recorder: Recorder, clock: Clock) -> int:
-        self._simulated.cancel_all()
+    def end_rest(self, recorder: Recorder, clock: Clock, *, late: bool) -> int:
+        if late:  # whoever else listens hears of a miss, too
+            self._simulated.cancel_all(FinishReason.TIMEOUT, _LATE)
+        else:
+            self._simulated.cancel_all()
         return 0

@@ -162,6 +162,11 @@ class CallableProfile(Part):
         return why_rate(self.workload.rate_from, self.workload.rate, self.service.capacity)
 
     @property
+    def measured(self) -> bool:
+        """Whether a setting was measured, and not all simulated alone."""
+        return any(point.source == "measured" for point in self.points)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What ``Batcher(fn, **options)`` is given, beside ``cost``: of the knobs those that mean something to a batcher."""
         knobs = {spec.name: getattr(self.knobs, spec.name) for spec in KNOBS if spec.batcher}

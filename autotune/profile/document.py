@@ -128,6 +128,11 @@ class Profile(Part):
             else ""
         )
 
+    @property
+    def measured(self) -> bool:
+        """Whether what it recommends was measured, and not simulated alone."""
+        return any(setting.point.stage != "simulation" for setting in self.settings.values())
+
     def _measured_knobs(self) -> Iterator[tuple[str, Knobs]]:
         for where, points in (("points", self.points), ("simulated", self.simulated)):
             yield from ((f"{where}.{index}.knobs", point.knobs) for index, point in enumerate(points))

@@ -211,7 +211,20 @@ class EngineFacts(Part):
         description="KV blocks as the engine counts them: more than `kv_pool` has where layers take them in several groups; "
         "null: not known",
     )
+    kv_block_size: Positive | None = Field(
+        default=None,
+        description="tokens in a KV block as the engine is told: fewer than `kv_pool` has where groups of layers take blocks of "
+        "several sizes; null: not known",
+    )
+    kv_bytes: Positive | None = Field(default=None, description="of the KV pool on each device; null: not known")
     options: dict[str, str] = Field(default={}, description="what else it was started with, as --engine-arg had it")
+
+    @property
+    def block_size_given(self) -> int | None:
+        """Tokens in a KV block as the engine is told; None where an earlier version stored only a multiple of them."""
+        if self.kv_block_size is not None or self.kv_blocks not in (None, self.kv_pool.blocks):
+            return self.kv_block_size
+        return self.kv_pool.block_size
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -250,6 +263,12 @@ class Spread(Part):
     def _ordered(self) -> Spread:
         check_order(self, ("low", "high"))
         return self
+
+    @property
+    def half(self) -> float | None:
+        """Half the interval; None where that is more than the mean: so short a measurement has no interval worth the name."""
+        half = (self.high - self.low) / 2
+        return half if half <= self.mean else None
 
 
 class ClassPoint(Part):

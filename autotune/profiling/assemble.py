@@ -33,6 +33,7 @@ from autotune.profiling.setup import Comparison, Setup
 from autotune.profiling.subject import Subject
 from autotune.profiling.warnings import unseen, warnings
 from runtime.knobs import Knobs
+from runtime.slo import in_percent, share_met
 
 _MOST_PARETO = 24
 _MOST_SIMULATED = 10  # settings of a callable, when a run was stopped while simulating
@@ -280,24 +281,26 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
     if findings.capacity is None:
         return not objective.refuted(balanced), (
             f"stopped before the highest rate at which {share} meet the SLO was looked for; at {_rate(balanced)} offered, "
-            f"the balanced setting {'would by simulation serve' if simulated else 'served'} {_share(balanced)} within it"
+            f"the balanced setting {'would by simulation serve' if simulated else 'served'} {_share(objective, balanced)} "
+            "within it"
         )
     tried = findings.capacity.tried
     missed = sorted((p for p in tried if objective.refuted(p)), key=lambda p: p.offered_rate)
     if findings.capacity.rate is None:
         best = max(missed, key=lambda p: p.attainment, default=balanced)
         above = max((p for p in tried if p not in missed), key=lambda p: p.offered_rate, default=None)
-        luck = "" if above is None else f" ({_share(above)} at {_rate(above)} must then have been luck)"
+        luck = "" if above is None else f" ({_share(objective, above)} at {_rate(above)} must then have been luck)"
         return False, (
-            f"the SLO was not met at any rate tried: at best {_share(best)} at {_rate(best)}{luck}, "
+            f"the SLO was not met at any rate tried: at best {_share(objective, best)} at {_rate(best)}{luck}, "
             f"where the target is {share}; relax it (--slo), or send shorter requests"
         )
     at = next(p for p in tried if p.rate == findings.capacity.rate)
     beyond = next((p for p in missed if p.offered_rate > at.offered_rate), None)
-    fell = "" if beyond is None else f"; at {_rate(beyond)} only {_few(beyond)}"
+    fell = "" if beyond is None else f"; at {_rate(beyond)} only {_few(objective, beyond)}"
+    measured = _share(objective, at)
     if not objective.attained(at):
         return True, (
-            f"balanced may serve {share} within the SLO up to about {_rate(at)}{fell}: {_share(at)} is too short a measurement "
+            f"balanced may serve {share} within the SLO up to about {_rate(at)}{fell}: {measured} is too short a measurement "
             f"to tell; {_LONGER}"
         )
     if not objective.confirmed(at):
@@ -309,37 +312,43 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
         )
     if at.rate >= setup.most_rate:
         return True, (
-            f"balanced serves {share} within the SLO at {_rate(at)} (measured {_share(at)}), "
+            f"balanced serves {share} within the SLO at {_rate(at)} (measured {measured}), "
             "the most that can be offered here: the machine may do more"
         )
     if beyond is None:
         return True, (
-            f"balanced serves {share} within the SLO up to at least {_rate(at)} (measured {_share(at)}); no higher "
+            f"balanced serves {share} within the SLO up to at least {_rate(at)} (measured {measured}); no higher "
             "rate was found to miss it"
         )
-    return True, f"balanced serves {share} within the SLO up to about {_rate(at)} (measured {_share(at)}{fell})"
+    return True, f"balanced serves {share} within the SLO up to about {_rate(at)} (measured {measured}{fell})"
 
 
 def _rate(p: Point) -> str:
     return f"{p.offered_rate:.3g} req/s"
 
 
-def _few(p: Point) -> str:
+def _few(objective: Objective, p: Point) -> str:
     """What share met the SLO, of each class."""
     if not p.classes:
-        return f"{p.attainment * 100:.1f}% of {p.offered}"
-    return ", ".join(f"{name} {c.attainment * 100:.1f}% of {c.offered}" for name, c in p.classes.items())
+        return f"{in_percent(share_met(p), target=objective.slo.attainment)} of {p.offered}"
+    own = {one.name: one.slo.attainment for one in objective.classes}
+    return ", ".join(
+        f"{name} {in_percent(share_met(c), target=own.get(name, objective.slo.attainment))} of {c.offered}"
+        for name, c in p.classes.items()
+    )
 
 
-def _share(p: Point) -> str:
+def _share(objective: Objective, p: Point) -> str:
+    few = _few(objective, p)
     if p.classes:
-        return _few(p)
-    return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {share_interval(p.attainment_low, p.attainment_high)}%)"
+        return few
+    return f"{few} (95% interval {share_interval(p.attainment_low, p.attainment_high)}%)"
 
 
 def _callable_verdict(setup: CallableSetup, best: CallablePoint, met: bool) -> str:
     low, high = best.attainment_low, best.attainment_high
-    share = f"{best.attainment * 100:.1f}% of {best.offered} items (95% interval {low * 100:.1f}–{high * 100:.1f}%)"
+    met_it = in_percent(share_met(best), target=setup.slo.attainment)
+    share = f"{met_it} of {best.offered} items (95% interval {low * 100:.1f}–{high * 100:.1f}%)"
     how = "in simulation, not measured" if best.source == "simulated" else "measured"
     target = f"{setup.slo.attainment * 100:g}%"
     at = f"{how}, {share} met it at {items_per_s(setup.rate)}"

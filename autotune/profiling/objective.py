@@ -24,7 +24,7 @@ from autotune.profile.parts import Calibration, ObjectiveName
 from autotune.profiling.kinds import SettingT
 from autotune.profiling.setup import Comparison, Setup
 from runtime.knobs import Knobs
-from runtime.slo import SLO, Counted, RequestClass
+from runtime.slo import SLO, Counted, RequestClass, share_met
 
 GIVE_UP = 0.15
 """Goodput the interactive setting may cost, as a share of the best."""
@@ -271,7 +271,7 @@ class Objective:
 
     def attained(self, point: Counted) -> bool:
         """Whether this point measured the SLO's attainment, of every class its own."""
-        return all(seen.attainment >= share for seen, share in self._judged(point))
+        return all(share_met(seen) >= share for seen, share in self._judged(point))
 
     def _judged(self, point: Counted) -> list[tuple[Counted, float]]:
         """What is judged by itself, and the attainment it must have: every class that was offered, or all there is."""
@@ -398,11 +398,11 @@ class Objective:
         left = [(p, inf if p.e2e_p99_ms is None else p.e2e_p99_ms) for p in found]
         ranked: list[CallablePoint] = []
         while left:
-            top = max(p.attainment for p, _ in left)
+            top = max(share_met(p) for p, _ in left)
             n = max(1, min(p.offered for p, _ in left))
             least = top - max(1 / n, 2 * (top * (1 - top) / n) ** 0.5) - 1e-12
-            lowest = min(p99 for p, p99 in left if p.attainment >= least)
-            first = next(pair for pair in left if pair[0].attainment >= least and pair[1] <= (1 + SAME_P99) * lowest)
+            lowest = min(p99 for p, p99 in left if share_met(p) >= least)
+            first = next(pair for pair in left if share_met(pair[0]) >= least and pair[1] <= (1 + SAME_P99) * lowest)
             ranked.append(first[0])
             left.remove(first)
         return ranked

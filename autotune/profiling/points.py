@@ -18,7 +18,7 @@ from autotune.profile import RECOMMENDED, Profile
 from autotune.profile.callable import BatcherSetting, CallablePoint, StrategyName, setting_of
 from autotune.profile.parts import UNBOUNDED_GAIN, ClassPoint, Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
-from runtime.slo import wilson_interval
+from runtime.slo import in_percent, wilson_interval
 
 Stage = Literal["simulation", "search", "validation", "capacity"]
 _LIKELY = 0.975  # of the draws
@@ -125,7 +125,7 @@ def _pooled(runs: Sequence[Run], *, once: bool = False) -> tuple[list[list[Score
         "seeds": tuple(s.seed for s in scores),
         "offered": offered,
         "met": met,
-        "attainment": _round(met / offered if offered else 0.0),
+        "attainment": met / offered if offered else 0.0,
         "attainment_low": _round(low),
         "attainment_high": _round(high),
         "e2e_p99_ms": _median(scores, lambda s: s.e2e_ms.p99),
@@ -181,7 +181,7 @@ def _by_class(seeds: Sequence[Sequence[Score]]) -> dict[str, ClassPoint]:
         offered = round(sum(statistics.fmean(c.offered for c in same) for same in known))
         met = min(offered, round(sum(statistics.fmean(c.met for c in same) for same in known)))
         found[name] = ClassPoint(
-            weight=every[0].weight, offered=offered, met=met, attainment=_round(met / offered if offered else 0.0),
+            weight=every[0].weight, offered=offered, met=met, attainment=met / offered if offered else 0.0,
             throughput=_round(statistics.fmean(c.throughput for c in every)),
             ttft_p99_ms=_middle(c.ttft_ms for c in every), tpot_p99_ms=_middle(c.tpot_ms for c in every),
             e2e_p99_ms=_middle(c.e2e_ms for c in every),
@@ -352,9 +352,10 @@ def share_interval(low: float, high: float) -> str:
     return "–".join(f"{100 * end:.{_digits(low)}f}".removesuffix(".0") for end in (low, high))
 
 
-def share_beside(share: float, low: float) -> str:
-    """A share as it stands beside its interval, which begins at ``low``: ``98%``, and ``99.6%`` where that has a digit more."""
-    return f"{100 * share:.{_digits(low) if share < 1 else 0}f}%"
+def share_beside(share: float, low: float, target: float | None = None) -> str:
+    """A share as it stands beside its interval, which begins at ``low``: ``98%``, and ``99.6%`` where that has a digit more, or
+    :func:`in_percent` asks for it."""
+    return in_percent(share, _digits(low) if share < 1 else 0, target=target)
 
 
 def _digits(low: float) -> int:

@@ -12,6 +12,7 @@ from autotune.profiling.batcher_space import ONE_AT_A_TIME, OPEN, adaptive_alone
 from autotune.profiling.points import share_interval
 from autotune.report.tables import Detail, empty_table, fullest
 from autotune.report.wording import lateness
+from runtime.slo import in_percent, share_met
 
 _OTHERS = 5  # rows of settings beside the recommended one and the baselines
 
@@ -77,7 +78,12 @@ def _drawn(profile: CallableProfile, detail: Detail) -> Table:
         drawn.add_column(title, justify="right", no_wrap=True)
     for index, point in enumerate(_rows(profile)):
         style = "bold green" if index == 0 else "dim" if point.source == "simulated" else ""
-        cells = [_label(profile, index, point), point.strategy, *_knobs(profile, point), *_figures(point, wide)]
+        cells = [
+            _label(profile, index, point),
+            point.strategy,
+            *_knobs(profile, point),
+            *_figures(profile, point, wide),
+        ]
         drawn.add_row(*(Text(cell, style=style) for cell in cells))
     return drawn
 
@@ -114,10 +120,11 @@ def _knobs(profile: CallableProfile, point: CallablePoint) -> list[str]:
     return [items, wait, *([cost] if profile.inputs.cost else [])]
 
 
-def _figures(p: CallablePoint, wide: bool) -> list[str]:
+def _figures(profile: CallableProfile, p: CallablePoint, wide: bool) -> list[str]:
     interval = f" ({share_interval(p.attainment_low, p.attainment_high)})" if wide else ""
     rates = [f"{p.goodput:.4g}", f"{p.items_per_call:.1f}"] if wide else []
-    return [f"{p.attainment * 100:.1f}%{interval}", *rates, _ms(p.e2e_p50_ms), _ms(p.e2e_p99_ms)]
+    share = in_percent(share_met(p), target=profile.slo.attainment)
+    return [f"{share}{interval}", *rates, _ms(p.e2e_p50_ms), _ms(p.e2e_p99_ms)]
 
 
 def _ms(value: float | None) -> str:

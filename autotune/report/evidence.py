@@ -18,7 +18,7 @@ from autotune.profiling.objective import Tails, worst_ratio
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.simulator import PAIRED
 from runtime.knobs import Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, share_met
 
 
 class Failure(NamedTuple):
@@ -232,7 +232,7 @@ def _of_point(p: Point) -> MeasuredTrial:
         label=p.label,
         knobs=p.knobs,
         offered_rate=p.offered_rate,
-        attainment=p.attainment,
+        attainment=share_met(p),
         goodput=p.goodput.mean,
         throughput=p.throughput.mean,
         ttft_p99_ms=p.ttft_p99_ms,

@@ -26,7 +26,7 @@ from autotune.report.wording import (
 )
 from autotune.workload.options import fraction
 from runtime.knobs import KNOBS
-from runtime.slo import SLO
+from runtime.slo import SLO, share_met
 
 _BY_SIMULATION = "By simulation alone (nothing was measured)"
 
@@ -148,7 +148,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
     )
     share = Figure(
         "attainment",
-        percent(point.attainment),
+        percent(share_met(point), target=None if profile.classes else profile.slo.attainment),
         "of requests",
         f"at {number(point.offered_rate)} req/s offered; target {Objective.of(profile).shares}"
         if profile.classes
@@ -255,7 +255,7 @@ def _purposes(evidence: Evidence) -> Table:
                 name,
                 *(f"{getattr(p.knobs, s.name):,g}" for s in KNOBS),
                 *mean_cell(Objective.of(profile), p),
-                percent(p.attainment),
+                percent(share_met(p), target=None if profile.classes else profile.slo.attainment),
                 plus_minus(p),
                 number(p.throughput.mean, 4),
                 *(number(value) for value in (p.ttft_p99_ms, p.tpot_p99_ms)),

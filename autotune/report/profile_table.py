@@ -20,6 +20,7 @@ from autotune.report.wording import compared, lateness, sentence, times
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
+from runtime.slo import share_met
 
 OTHERS, EVERY_PURPOSE = "also Pareto", "every purpose"
 _MOST_OTHERS = 4
@@ -58,6 +59,7 @@ def table(profile: Profile, width: int = 120) -> Table:
 
 def _drawn(profile: Profile, detail: Detail) -> Table:
     full, price = detail <= Detail.ALL_CLOSE, profile.price_per_hour
+    target = None if profile.classes else profile.slo.attainment  # of each class its own
     priced = () if price is None else ("per M tok",)
     met = "met" if detail >= Detail.SHORT else "attainment"
     by_mean = profile.objective == "mean-e2e"
@@ -70,10 +72,11 @@ def _drawn(profile: Profile, detail: Detail) -> Table:
     for label, point, mark in rows(profile):
         style = "bold green" if mark else "dim" if label in (OTHERS, VLLM_LABEL) else ""
         interval = f" ({share_interval(point.attainment_low, point.attainment_high)})" if full else ""
-        spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if detail < Detail.BARE else ""
+        half = point.goodput.half if detail < Detail.BARE else None
+        spread = "" if half is None else f" ± {half:.1f}"
         figures = [
             *((latency(point.e2e_mean_ms),) if by_mean else ()),
-            f"{share_beside(point.attainment, point.attainment_low if full else 0.0)}{interval}",
+            f"{share_beside(share_met(point), point.attainment_low if full else 0.0, target)}{interval}",
             f"{point.goodput.mean:.1f}{spread}",
             *((f"{point.throughput.mean:.0f}",) if full else ()),
             *(() if price is None else (money(Objective.of(profile).cost(point.throughput.mean)),)),
@@ -123,9 +126,9 @@ def show(profile: Profile, console: Console) -> None:
     if drawn is not None:
         console.print(drawn)
     console.print(
-        f"req/s: those that met the SLO{weighed or ', of'} about {first.rate:.3g} req/s offered to every setting alike; "
+        f"req/s: those that met the SLO{weighed or ', of'} {_offered(profile)}; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
-        "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
+        f"± and ( ) are 95% intervals{_too_short(profile)}; wait in ms; p99 of so few requests is rough",
         style="dim",
         highlight=False,
     )
@@ -148,6 +151,22 @@ def show(profile: Profile, console: Console) -> None:
     if (text := cheapest(profile)) is not None:
         console.print(escape(text), highlight=False)
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
+
+
+def _too_short(profile: Profile) -> str:
+    """Why a goodput has no ±, as a clause; "" where each has one."""
+    lacking = any(point.goodput.half is None for _, point, _ in rows(profile))
+    return ", where there is no ± the windows were too short for one" if lacking else ""
+
+
+def _offered(profile: Profile) -> str:
+    """What came to the settings compared: the nominal rate may be another."""
+    rates = sorted({f"{point.offered_rate:.3g}" for _, point, _ in rows(profile)}, key=float)
+    return (
+        f"{rates[0]} req/s offered to every setting alike"
+        if len(rates) == 1
+        else f"{rates[0]} to {rates[-1]} req/s offered"
+    )
 
 
 def conclusion(profile: Profile) -> str:
@@ -225,7 +244,7 @@ def conclusion(profile: Profile) -> str:
 def _share(point: Point) -> str:
     """Its attainment and the interval of that."""
     interval = share_interval(point.attainment_low, point.attainment_high)
-    return f"{share_beside(point.attainment, point.attainment_low)} ({interval}%)"
+    return f"{share_beside(share_met(point), point.attainment_low)} ({interval}%)"
 
 
 def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:

@@ -15,7 +15,7 @@ from autotune.profile.parts import Point
 from autotune.report.tables import Detail, fullest, latency, setting_cells, setting_table
 from autotune.simulate.capacity import Best, SettingCapacity
 from runtime.knobs import Knobs
-from runtime.slo import SLO, RequestClass, attained
+from runtime.slo import SLO, RequestClass, attained, in_percent, share_met
 
 _LABEL = 14  # columns of a label that is broken into lines
 
@@ -43,7 +43,7 @@ def _simulated(
     full, barest = detail <= Detail.ALL_CLOSE, detail == Detail.BAREST
     shown: dict[str, Callable[[Point], str]] = {
         "met" if detail >= Detail.SHORT else "attainment": lambda p: (
-            f"{p.attainment:.1%}{_between(p, detail, repeated)}"
+            f"{in_percent(share_met(p), target=None if p.classes else slo.attainment)}{_between(p, detail, repeated)}"
         ),
         "goodput\n/s" if barest else "goodput/s": lambda p: f"{p.goodput.mean:.2f}",
     }
@@ -135,7 +135,8 @@ def cheapest_data(found: Best | None, price: float | None) -> dict[str, Any] | N
 
 
 def offered_sentence(rate: float, points: Sequence[Point], *, repeated: float) -> str:
-    """How many requests ``points`` counted and how fast they came; ``repeated``: the share that is the same under every seed."""
+    """How many requests ``points`` counted, how fast they came, and that weights count where they do; ``repeated``: the share
+    that is the same under every seed."""
     came, count, seeds = fmean(p.offered_rate for p in points), points[0].offered, len(points[0].seeds)
     under = f" under {seeds} seed{'s' if seeds > 1 else ''}"
     if repeated:
@@ -145,6 +146,7 @@ def offered_sentence(rate: float, points: Sequence[Point], *, repeated: float) -
     one_sided = any(p.met in (0, p.offered) for p in points)
     single = "; over requests where all or none met the SLO" if one_sided else ""
     over = f" ( ) is a 95% interval over {seeds} seeds{single}." if several else ""
+    over += " In goodput, each request counts by the weight of its class." if any(p.classes for p in points) else ""
     return (
         f"Requests arrive at {rate:.3g} req/s in the long run, at {came:.3g} req/s in these simulations: {count} "
         f"requests{under}.{over}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autotune.profile.parts import ClassPoint, Point
 from runtime.knobs import KNOBS, Knobs
-from runtime.slo import SLO, RequestClass
+from runtime.slo import SLO, RequestClass, in_percent, share_met
 
 SHORTER = {spec.name: spec.short for spec in KNOBS} | {"max_batch_size": "batch"}
 """Titles of the knobs where not even their short ones find room."""
@@ -91,7 +91,7 @@ class ClassRow(NamedTuple):
     @property
     def missed(self) -> bool:
         """Whether its attainment is below that of its SLO."""
-        return self.seen.offered > 0 and self.seen.attainment < self.slo.attainment
+        return self.seen.offered > 0 and share_met(self.seen) < self.slo.attainment
 
 
 def class_rows(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[RequestClass]) -> list[ClassRow]:
@@ -116,7 +116,8 @@ def class_table(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[R
         seen = row.seen
         cells = (
             "" if row.point is last else row.label, row.name,
-            f"{seen.attainment:.1%}" if seen.offered else "–", f"{row.slo.attainment * 100:g}%", f"{seen.offered}",
+            in_percent(share_met(seen), target=row.slo.attainment) if seen.offered else "–", f"{row.slo.attainment * 100:g}%",
+            f"{seen.offered}",
             f"{seen.weight:g}", f"{seen.throughput:.0f}",
             *(latency(ms) for ms in (seen.ttft_p99_ms, seen.tpot_p99_ms, seen.e2e_p99_ms)),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from autotune.profiling.objective import Objective, Performance
 from autotune.report.evidence import Evidence
 from autotune.report.tables import SHORTER
 from runtime.knobs import Knobs
-from runtime.slo import SLO, first_target
+from runtime.slo import SLO, first_target, in_percent
 
 STAGES = {
     "simulation": "simulated",
@@ -38,10 +38,11 @@ def ms(value: float | None) -> str:
     return "–" if value is None else f"{number(value)} ms"
 
 
-def percent(share: float, after: int | None = None) -> str:
-    """99.4%, 71%: a digit behind the point where it can matter."""
-    digits = (1 if share > 0.9 and share < 1 else 0) if after is None else after
-    return f"{share * 100:.{digits}f}%"
+def percent(share: float, after: int | None = None, *, target: float | None = None) -> str:
+    """99.4%, 71%: a digit behind the point where it can matter, and more where :func:`runtime.slo.in_percent` says so."""
+    if after is not None:
+        return f"{share * 100:.{after}f}%"
+    return in_percent(share, 1 if 0.9 < share < 1 else 0, target=target)
 
 
 def target_share(share: float) -> str:
@@ -83,9 +84,9 @@ def off(what: str, middle: float, worst: float | None) -> str:
 
 
 def plus_minus(point: Point) -> str:
-    """Goodput with half its 95% interval."""
-    spread = point.goodput
-    return f"{number(spread.mean)} ± {number((spread.high - spread.low) / 2, 2)}"
+    """Goodput with half its 95% interval, if it has one."""
+    mean, half = point.goodput.mean, point.goodput.half
+    return number(mean) if half is None else f"{number(mean)} ± {number(half, 2)}"
 
 
 def reached(objective: Objective, found: Performance) -> str:

@@ -150,9 +150,10 @@ class SimulatedBatcher(TunableBatcher):
         self._calls.end([Ended(item, FinishReason.CANCELLED, "by the client")])
         return True
 
-    def cancel_all(self) -> int:
-        """End everything that waits, and finish the calls that run, which nothing stops; returns how many waited."""
-        ended = self._core.drop_waiting("by the client")
+    def cancel_all(self, reason: FinishReason = FinishReason.CANCELLED, cause: str = "by the client") -> int:
+        """End everything that waits, by its client's wish unless ``reason`` and ``cause`` say otherwise, and finish the calls
+        that run, which nothing stops; returns how many waited."""
+        ended = self._core.drop_waiting(cause, reason)
         self._calls.end(ended)
         self.run()
         return len(ended)

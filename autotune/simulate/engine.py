@@ -231,10 +231,11 @@ class SimulatedEngine(TunableCore):
             self._listeners.tell(None, [record])
         return record is not None
 
-    def cancel_all(self, cause: str = "by the client") -> int:
-        """End everything that runs or waits; returns how many that were."""
+    def cancel_all(self, reason: FinishReason = FinishReason.CANCELLED, cause: str = "by the client") -> int:
+        """End everything that runs or waits, by its client's wish unless ``reason`` and ``cause`` say otherwise; returns how many
+        that were."""
         left = [*self.scheduler.decodes, *self.scheduler.prefills, *self.scheduler.waiting]
-        return sum(self.end(sequence, FinishReason.CANCELLED, cause) for sequence in left)
+        return sum(self.end(sequence, reason, cause) for sequence in left)
 
     def close(self, drain: bool = True) -> None:
         """Accept nothing more; serve what was accepted to its end (``drain=False``: cancel it). Any number of times.
@@ -243,7 +244,7 @@ class SimulatedEngine(TunableCore):
         """
         self._closed = True
         if not drain:
-            self.cancel_all("the engine was closed")
+            self.cancel_all(FinishReason.ERROR, "the engine was closed")
         elif not self._running:
             self.run()
 

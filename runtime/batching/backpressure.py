@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
 from runtime.batching.core import BatchCore
@@ -24,7 +25,7 @@ class Backpressure:
         self._lock = lock
         self._core = core
         self._refused = refused
-        self._line: dict[Item, _Place] = {}
+        self._line: OrderedDict[Item, _Place] = OrderedDict()  # the first of a dict lies behind all that have left it
 
     @property
     def admits(self) -> bool:
@@ -68,7 +69,7 @@ class Backpressure:
             except BaseException:  # such as Ctrl-C: it is the first in line again
                 self._core.take_back(item)
                 item.state = NEW
-                self._line = {item: place, **self._line}
+                self._line = OrderedDict({item: place, **self._line})
                 raise
             else:
                 entered += item.state is WAITING

@@ -49,7 +49,9 @@ class TokenBuffer:
     otherwise the reader does, when it asks for an event.
     """
 
-    def __init__(self, request_id: str, text: Detokenizer, cancel: Callable[[TokenBuffer], None]) -> None:
+    def __init__(
+        self, request_id: str, text: Detokenizer, cancel: Callable[[TokenBuffer, FinishReason, str], None]
+    ) -> None:
         self.request_id = request_id
         self.text = text
         self.tokens: list[Token] = []
@@ -108,10 +110,10 @@ class TokenBuffer:
 
     # -- the reader's side ----------------------------------------------------------------------------------------------
 
-    def cancel(self) -> None:
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED, cause: str = "by the client") -> None:
         """Ask the engine to end the request; nothing happens if it has ended. Safe in a finalizer: it takes no lock."""
         if not self.done:
-            self._cancel(self)
+            self._cancel(self, reason, cause)
 
     def read_by_thread(self) -> None:
         """A thread reads it now: the end of an event loop where it is waited for no longer means that nobody reads."""
@@ -218,7 +220,8 @@ class TokenBuffer:
         if record is None:
             return EngineClosedError(f"{name}: the engine stopped: {self.cause!r}")
         because = f": {record.cause}" if record.cause else ""
-        match record.reason:
+        cut = isinstance(self.cause, EngineClosedError)
+        match FinishReason.CANCELLED if cut else record.reason:
             case FinishReason.CANCELLED:
                 return RequestCancelledError(f"{name} was cancelled after {record.output_tokens} tokens{because}")
             case FinishReason.TIMEOUT:

@@ -124,9 +124,11 @@ class EngineLoop:
         self.cancel_buffer(buffer)
         return True
 
-    def cancel_buffer(self, buffer: TokenBuffer) -> None:
+    def cancel_buffer(
+        self, buffer: TokenBuffer, reason: FinishReason = FinishReason.CANCELLED, cause: str = "by the client"
+    ) -> None:
         """As :meth:`cancel`; takes no lock, so that a finalizer may call it."""
-        self._inbox.put(partial(self._end_early, buffer, FinishReason.CANCELLED, "by the client"))
+        self._inbox.put(partial(self._end_early, buffer, reason, cause))
 
     def locked(self, change: Callable[[], T]) -> T:
         """Make ``change`` under the lock at once, on an open engine, and have the thread look at its consequences."""
@@ -293,13 +295,15 @@ class EngineLoop:
         if request.params.stop:
             self._output.attach(sequence, buffer.text)
 
-    def _end_early(self, buffer: TokenBuffer, reason: FinishReason, cause: str) -> None:
+    def _end_early(
+        self, buffer: TokenBuffer, reason: FinishReason, cause: str, error: EngineClosedError | None = None
+    ) -> None:
         """End the request of ``buffer`` from outside a step; nothing happens if it has already ended."""
         sequence = buffer.sequence
         if sequence is not None and not buffer.done:
             record = self.core.finish(sequence, reason, self._clock.now(), cause)
             if record is not None:
-                self._ended(sequence, record, None, None)
+                self._ended(sequence, record, error, None)
                 self.listeners.tell(None, [record])
 
     def _ended(
@@ -316,16 +320,18 @@ class EngineLoop:
         if self._live.get(buffer.request_id) is buffer:
             del self._live[buffer.request_id]
 
-    def _close(self, drain: bool) -> None:
+    def _close(self, drain: bool, reason: FinishReason = FinishReason.ERROR) -> None:
+        """``reason``: of those that it cuts, which is no wish of their clients unless these have left with the engine."""
         self._closing = True
         if not drain:
+            why = "the engine was closed"
             for buffer in list(self._buffers.values()):
-                self._end_early(buffer, FinishReason.CANCELLED, "the engine was closed")
+                self._end_early(buffer, reason, why, EngineClosedError(why))
 
     def _abandoned(self) -> None:
         with self._lock:
             self._closed = True
-        self._close(drain=False)
+        self._close(drain=False, reason=FinishReason.CANCELLED)
 
     def _finish_off(self, error: BaseException | None) -> None:
         """Leave nobody waiting: end every request and answer every call. After this the inbox gets no more."""

@@ -97,9 +97,10 @@ class Stream:
     def __aiter__(self) -> AsyncTokenIterator:
         return AsyncTokenIterator(self)
 
-    def cancel(self) -> None:
-        """End the request, whatever its state. Returns at once; nothing happens if it has already ended."""
-        self._buffer.cancel()
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED, cause: str = "by the client") -> None:
+        """End the request, whatever its state: by its client's wish, unless ``reason`` and ``cause`` say otherwise. Returns at
+        once; nothing happens if it has already ended."""
+        self._buffer.cancel(reason, cause)
 
     close = cancel
 

@@ -40,6 +40,7 @@ class TunableCore(Tuning):
         super().__init__(core.settings, listeners, clock, slos, threads=threads)
         self._held_source: Held[RateSource] | None = None
         self._core = core
+        self._admission = core.admission
         self._weights = dict(weights)
 
     @abstractmethod
@@ -67,8 +68,8 @@ class TunableCore(Tuning):
 
     @property
     def admission(self) -> AdmissionPolicy | None:
-        """What is done about requests that come too late; None accepts all and computes all."""
-        return self._core.admission
+        """What is done about requests that come too late, as last set; None accepts all and computes all."""
+        return self._admission
 
     def set_admission(
         self,
@@ -82,7 +83,6 @@ class TunableCore(Tuning):
         ``source`` says how fast prompts are computed, where that has not been measured yet. Raises LeaseError if a controller
         holds the engine and ``lease`` is not its own, EngineClosedError, and ``ValueError`` for what is no policy.
         """
-        self._lease.check(lease)
         made = AdmissionPolicy.of(policy)
         held = Held(source) if self._threads and source is not None else None
         heeded = source if held is None else _Rates(held)
@@ -91,7 +91,12 @@ class TunableCore(Tuning):
             self._core.set_admission(made, weights=self._weights, source=heeded)
             self._held_source = held
 
-        self._post(change)
+        def put() -> None:  # beside no other, so that the last that is told is the last that comes into force
+            self._lease.check(lease)
+            self._post(change)
+            self._admission = made
+
+        self._change(put)
 
 
 class _Rates(StandIn[RateSource], RateSource):

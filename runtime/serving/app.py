@@ -25,7 +25,7 @@ from runtime.serving.errors import ApiError, api_error, bad_input, validation_er
 from runtime.serving.lifecycle import Counted, Lifecycle, shutting_down
 from runtime.serving.metrics import ServingMetrics
 from runtime.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message, Prompt
-from runtime.serving.streaming import EventStream, completed
+from runtime.serving.streaming import EventStream, completed, end_all
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +137,7 @@ class Api:
 
                 streams.append(await _aside(long, submit))
         except BaseException as error:
-            for stream in streams:
-                stream.cancel()
+            end_all(streams, error)
             if isinstance(error, ValueError):
                 raise bad_input(error, type(body).model_fields) from error
             raise

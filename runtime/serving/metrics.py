@@ -1,12 +1,13 @@
 """The metrics of an engine for Prometheus: a listener that collects records, and a collector that exposes them.
 
-The engine's thread only drops records into a queue; what is counted from them is counted when somebody asks, or by whoever
-calls :meth:`ServingMetrics.fold` now and then. Latencies are those of :class:`runtime.records.RequestRecord`, so a histogram
-counts a request when it has ended, with all its gaps.
+The engine's thread drops records into a queue, and sees whether the SLOs have changed; the rest is counted when somebody asks,
+or by whoever calls :meth:`ServingMetrics.fold` now and then. Latencies are those of :class:`runtime.records.RequestRecord`, so a
+histogram counts a request when it has ended, with all its gaps.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from prometheus_client.registry import Collector
 from runtime.knobs import KNOBS
 from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.serving.histogram import LatencyHistogram, bounds_with
-from runtime.slo import METRICS, find_slo, wilson_interval
+from runtime.slo import METRICS, SLOHistory, find_slo, wilson_interval
 from runtime.tunable import Tunable
 from runtime.version import __version__
 
@@ -72,9 +73,12 @@ class ServingMetrics(Collector):
         self._rejections: Counter[str] = Counter()
         self._relegated: Counter[str] = Counter()  # by class
         self._preemptions = 0
-        self._met = self._offered = 0
-        self._window: deque[tuple[float, bool]] = deque()  # (when it ended, whether it met its SLO)
-        self._window_met = 0
+        self._slos, self._looked = SLOHistory(dict(engine.slos)), -math.inf
+        self._met: Counter[str] = Counter()  # by class, as the next three
+        self._offered: Counter[str] = Counter()
+        self._window_met: Counter[str] = Counter()
+        self._window_offered: Counter[str] = Counter()
+        self._window: deque[tuple[float, str, bool]] = deque()  # (when it ended, class, whether it met its SLO)
         self.close = engine.subscribe(self)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -82,10 +86,17 @@ class ServingMetrics(Collector):
     # -- in the engine's thread -----------------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord) -> None:
+        self._look(record.end)
         self._steps.append(record)
 
     def on_request(self, record: RequestRecord) -> None:
+        self._look(record.finished)
         self._requests.append(record)
+
+    def _look(self, now: float) -> None:
+        if (slos := self._engine.slos) != self._slos.latest:
+            self._slos.change(dict(slos), self._looked)
+        self._looked = now
 
     # -- in any other ---------------------------------------------------------------------------------------------------
 
@@ -115,26 +126,32 @@ class ServingMetrics(Collector):
             self._rejections[record.cause if record.cause in REJECTIONS else "invalid"] += 1
         if record.relegated:
             self._relegated[record.request_class if record.request_class in self._engine.slos else "default"] += 1
-        self._tokens["prompt"] += record.prompt_tokens
-        self._tokens["cached"] += record.cached_tokens
+        if record.scheduled is not None:  # else nobody looked for its prompt in the prefix cache
+            self._tokens["prompt"] += record.prompt_tokens
+            self._tokens["cached"] += record.cached_tokens
         self.queue_time.observe(record.queue_time)
         self.ttft.observe(record.ttft)
         self.tpot.observe(record.tpot)
         self.itl.observe_all(record.itl)
         self.e2e.observe(record.e2e)
-        slo = find_slo(self._engine.slos, record.request_class)
+        slos = self._slos.at(record.arrival)
+        slo = find_slo(slos, record.request_class)
         if slo is not None and record.offered:
             missed = slo.violated(record)
+            name = record.request_class if record.request_class in slos else "default"
             self._violations.update(missed)
-            self._offered += 1
-            self._met += not missed
-            self._window.append((record.finished, not missed))
-            self._window_met += not missed
+            self._offered[name] += 1
+            self._met[name] += not missed
+            self._window.append((record.finished, name, not missed))
+            self._window_offered[name] += 1
+            self._window_met[name] += not missed
 
     def _slide(self, now: float) -> None:
         window = self._window
         while window and window[0][0] < now - self.window_s:
-            self._window_met -= window.popleft()[1]
+            _, name, met = window.popleft()
+            self._window_offered[name] -= 1
+            self._window_met[name] -= met
 
     def collect(self) -> Iterator[Metric]:
         """Every metric. Waits for the engine's step in progress, so that what it says of the queue and the KV pool is so."""
@@ -157,7 +174,7 @@ class ServingMetrics(Collector):
             ("requests_running", "Requests in the batch", view.running),
             ("requests_decoding", "Of those in the batch, the ones past their prompt", view.decoding),
             ("waiting_tokens", "Prompt tokens queued and not found in the prefix cache", view.waiting_tokens),
-            ("kv_blocks_total", "Blocks of the KV pool", view.kv_total_blocks),
+            ("kv_blocks", "Blocks of the KV pool", view.kv_total_blocks),
             ("kv_blocks_free", "Blocks that no running request holds", view.kv_free_blocks),
             ("kv_usage_ratio", "Share of the KV pool in use", used / max(1, view.kv_total_blocks)),
             ("epoch", "Number of the knob setting in force", view.epoch),
@@ -175,7 +192,7 @@ class ServingMetrics(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         for name, doc, value in (
-            ("prompt_tokens", "Prompt tokens of requests that have ended", self._tokens["prompt"]),
+            ("prompt_tokens", "Prompt tokens of requests that were scheduled and have ended", self._tokens["prompt"]),
             ("cached_prompt_tokens", "Of those, the ones found in the prefix cache", self._tokens["cached"]),
             ("prefill_tokens", "Tokens computed by prefill chunks, repeated ones included", self._tokens["prefill"]),
             ("output_tokens", "Output tokens sampled", self._tokens["output"]),
@@ -210,7 +227,8 @@ class ServingMetrics(Collector):
         yield steps
 
     def _attainment(self) -> Iterator[Metric]:
-        """The share in the window, and counters of which any other window can be made. Nothing without an SLO."""
+        """The share of each class in the window, and counters of which that of any other window, or of several classes, can be
+        made. Nothing without an SLO."""
         slos = self._engine.slos
         if not slos:
             return
@@ -225,22 +243,31 @@ class ServingMetrics(Collector):
                     target.add_metric([name, metric], ms / 1000)
         yield target
         yield share
-        offered = len(self._window)
-        low, high = wilson_interval(self._window_met, offered)
         span = f"of the last {self.window_s:g} s"
-        for name, doc, value in (
-            ("slo_window_requests", f"Offered requests {span}", offered),
+        counts = {name: (self._window_met[name], self._window_offered[name]) for name in slos}
+        ends = {name: wilson_interval(*count) for name, count in counts.items()}
+        for name, doc, values in (
+            ("slo_window_requests", f"Offered requests {span}", {c: of for c, (_, of) in counts.items()}),
             (
                 "slo_attainment",
                 f"Share of them that met the SLO; NaN of none, {span}",
-                _share(self._window_met, offered),
+                {c: _share(met, of) for c, (met, of) in counts.items()},
             ),
-            ("slo_attainment_low", "Lower end of its 95% Wilson interval", low),
-            ("slo_attainment_high", "Upper end of its 95% Wilson interval", high),
+            ("slo_attainment_low", "Lower end of its 95% Wilson interval", {c: low for c, (low, _) in ends.items()}),
+            ("slo_attainment_high", "Upper end of its 95% Wilson interval", {c: high for c, (_, high) in ends.items()}),
         ):
-            yield GaugeMetricFamily(f"{PREFIX}{name}", doc, value)
-        yield CounterMetricFamily(f"{PREFIX}slo_offered", "Offered requests that have ended", self._offered)
-        yield CounterMetricFamily(f"{PREFIX}slo_met", "Of those, the ones that met the SLO", self._met)
+            gauge = GaugeMetricFamily(f"{PREFIX}{name}", doc, labels=["class"])
+            for request_class, value in values.items():
+                gauge.add_metric([request_class], value)
+            yield gauge
+        for name, doc, so_far in (
+            ("slo_offered", "Offered requests that have ended", self._offered),
+            ("slo_met", "Of those, the ones that met the SLO", self._met),
+        ):
+            counter = CounterMetricFamily(f"{PREFIX}{name}", doc, labels=["class"])
+            for request_class in slos:
+                counter.add_metric([request_class], so_far[request_class])
+            yield counter
         missed = CounterMetricFamily(
             f"{PREFIX}slo_violations", "Targets missed; completion: did not run to its end", labels=["metric"]
         )

@@ -10,8 +10,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.errors import AutotuneError
+from runtime.errors import AutotuneError, RejectedError, RequestTimeoutError, StepFailedError
 from runtime.llm.stream import Completion, Stream
+from runtime.records import FinishReason
 from runtime.serving.answers import DONE, Events
 from runtime.serving.errors import CLIENT_GONE, ApiError, api_error
 
@@ -30,8 +31,24 @@ async def client_left(receive: Receive) -> None:
         pass
 
 
+def end_all(streams: Sequence[Stream], error: BaseException) -> None:
+    """End what is left of ``streams``, the requests of one call, which failed by ``error``: as the one that did where that was
+    the server's doing, else by the client's wish."""
+    match error:
+        case RejectedError():
+            how = FinishReason.REJECTED, error.reason
+        case RequestTimeoutError():
+            how = FinishReason.TIMEOUT, "with another of the same call"
+        case StepFailedError():
+            how = FinishReason.ERROR, "another of the same call failed"
+        case _:
+            how = FinishReason.CANCELLED, "by the client"
+    for stream in streams:
+        stream.cancel(*how)
+
+
 async def completed(streams: Sequence[Stream], receive: Receive) -> list[Completion]:
-    """All of ``streams``, to the end. If the client leaves before, or one of them fails, the others are cancelled.
+    """All of ``streams``, to the end. If the client leaves before, or one of them fails, the others are ended.
 
     Raises what the engine raises, and :class:`ApiError` 499 if the client has left.
     """
@@ -43,11 +60,12 @@ async def completed(streams: Sequence[Stream], receive: Receive) -> list[Complet
         if not work.done():
             raise ApiError(CLIENT_GONE, "the client closed the connection", code="client_gone")
         return await work
+    except BaseException as error:
+        end_all(streams, error)
+        raise
     finally:
         gone.cancel()
         work.cancel()
-        for stream in streams:
-            stream.cancel()
         await asyncio.gather(gone, work, return_exceptions=True)  # else asyncio logs that nobody heard how it ended
 
 
@@ -73,6 +91,7 @@ class EventStream(Response):
         try:
             await self._answer(send)
         except Exception as error:
+            end_all(self._streams, error)
             if self._left and isinstance(error, AutotuneError):
                 return
             if self._left or not self._started:

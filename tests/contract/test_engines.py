@@ -576,6 +576,9 @@ def _serves(engine: VirtualEngine, heard: Records) -> None:
     assert times == pytest.approx([0.0, 0.5, 1.0, 1.5])
     engine.serve([Arrival(0.0, 20, 3, ((990, 20),))], label="late")
     assert engine.cancel_all() == 1 and heard.of["late-0"].reason is FinishReason.CANCELLED
+    engine.serve([Arrival(0.0, 20, 3, ((991, 20),))], label="later")
+    assert engine.cancel_all(FinishReason.TIMEOUT, "too late") == 1
+    assert (heard.of["later-0"].reason, heard.of["later-0"].cause) == (FinishReason.TIMEOUT, "too late")
     assert engine.run(stop=lambda: True) is False
 
 

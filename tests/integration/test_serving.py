@@ -298,7 +298,7 @@ async def test_metrics_are_the_records(small: SmallModel) -> None:
     ):
         assert float(values[f"autotune_{name}_seconds_count"]) == len(wanted)
         assert float(values[f"autotune_{name}_seconds_sum"]) == pytest.approx(sum(v for v in wanted if v is not None))
-    assert float(values["autotune_slo_attainment"]) == 1
+    assert float(values['autotune_slo_attainment{class="default"}']) == 1
     assert float(values["autotune_output_tokens_total"]) == TOKENS * len(small.prompts)
 
 

@@ -21,13 +21,17 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from autotune.cli.profile_output import engine_facts
 from autotune.engines.vllm.kv import KvPool
 from autotune.engines.vllm.model import model_of
 from autotune.engines.vllm.named import load_vllm
+from autotune.export import export
+from autotune.export.vllm import VLLM
 from autotune.workload import Arrival
 from runtime.knobs import KnobLimits, Knobs
 from tests.integration.llama_folder import weightless_folder
 from tests.integration.vllm_agrees import BLOCK, Load, Offered, Steered, Stock
+from tests.sample_profile import sample_model, sample_profile
 from tests.vllm_fakes import CountingExecutor, vllm_engine
 
 WIDTH: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -218,6 +222,60 @@ def test_a_pool_of_so_many_tokens_has_as_many_in_every_model(tmp_path: Path) -> 
     named = replace(named, options={**named.options, "distributed_executor_backend": made}).with_kv_tokens(4096)
     with named.start(Knobs(8, 0, 64, 48), LIMITS) as engine:
         assert abs(engine.facts.kv_tokens - 4096) <= BLOCK
+
+
+PAGES: dict[str, tuple[Any, ...]] = {
+    "one size": (FULL, FULL, *[SlidingWindowSpec(block_size=BLOCK, sliding_window=128, **WIDTH)] * 10),
+    "two sizes": (FULL, FULL, *[SlidingWindowSpec(block_size=BLOCK, sliding_window=128, **WIDTH | {"num_kv_heads": 2})] * 10),
+    "full and Mamba": (FULL, FULL, *[MambaSpec(block_size=1024, page_size_padded=FULL.page_size_bytes, **STATE)] * 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pool_of_a_profile_is_that_of_what_it_exports(name: str, gpu: bool, tmp_path: Path) -> None:
+    """Also where layers take blocks of two sizes, and vLLM schedules by a multiple of both."""
+    made = type("Executor", (Layered,), {"specs": PAGES[name], "memory": 1 << 20})
+    folder = str(weightless_folder(tmp_path / "model"))
+    named = load_vllm(
+        folder, dtype="float32", device="cpu", seed=0, max_model_len=1024, kv_cache_dtype="auto",
+        arguments={
+            "load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK),
+            "enable_prefix_caching": str("Mamba" not in name).lower(), "kv_cache_memory_bytes": str(1 << 20),
+        },
+    )  # fmt: skip
+    named = replace(named, options={**named.options, "distributed_executor_backend": made})
+    with named.start(Knobs(8, 0, 64, 48), LIMITS) as engine:
+        measured, facts = _pool(engine._core._llm), engine_facts(engine, named.arguments)
+    assert (facts.kv_pool.block_size > BLOCK) == (name != "one size") and facts.block_size_given == BLOCK
+    model = sample_model(name=folder, random_weights=False, dtype="float32", max_model_len=1024)
+    exported = export(
+        sample_profile({"balanced": Knobs(8, 0, 256, 256)}, gpu=gpu, model=model, engine=dict(facts)), VLLM
+    )
+    names = ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "block-size", "num-gpu-blocks-override")
+    args = {key.replace("-", "_"): exported.written[key] for key in names}
+    if not gpu:
+        assert exported.written["kv-cache-memory-bytes"] == measured[1]
+    made.memory = 1 << 18  # type: ignore[attr-defined]
+    with vllm_engine(
+        LIMITS,
+        Knobs(8, 0, 64, 48),
+        distributed_executor_backend=made,
+        enable_prefix_caching="Mamba" not in name,
+        **args,
+    ) as engine:
+        assert _pool(engine._core._llm) == measured
+    again = named.as_profiled(facts.kv_pool.tokens, facts.block_size_given, "Mamba" not in name, None)
+    with again.start(Knobs(8, 0, 64, 48), LIMITS) as engine:
+        assert _pool(engine._core._llm)[2:] == measured[2:]
+        assert engine.facts.kv_tokens == pytest.approx(facts.kv_pool.tokens, rel=0.01)
+
+
+def _pool(llm: Any) -> tuple[Any, ...]:
+    """Blocks, bytes and sizes of the groups' blocks of the pool of ``llm``."""
+    config = llm.engine_core.engine_core.scheduler.kv_cache_config
+    held = max(tensor.size for tensor in config.kv_cache_tensors)
+    return config.num_blocks, held, [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
 
 
 def test_ceilings_and_defaults_heed_what_vllm_may_run_at_once(tmp_path: Path) -> None:

@@ -467,7 +467,7 @@ def test_metrics_are_in_a_file(serve: Callable[..., Served], tmp_path: Path, mon
     for line in (
         "autotune_up 1.0",
         "autotune_output_tokens_total 5.0",
-        "autotune_slo_met_total 1.0",
+        'autotune_slo_met_total{class="default"} 1.0',
         "control_regime{",
     ):
         assert line in text

@@ -144,8 +144,8 @@ def test_observing_leaves_the_engine_its_slo() -> None:
             engine.play(LOAD)
             assert attached.slo == SLO.parse(slo) and not any(d.action == "note" for d in attached.decisions)
             engine.set_slo("ttft=3s")
-            attached.on_request(request_record((2.0,)))
-            assert attached.status().attainment.met >= 2, "the engine's counts at once"
+            attached.on_request(request_record((engine.now + 2.0,), arrival=engine.now))
+            assert attached.status().attainment.met >= 2, "the engine's counts at once, for who comes from then on"
             engine.play([(engine.now + t, p, o) for t, p, o in LOAD[:9]])
             assert attached.slo == SLO(ttft_ms=3000)
             attached.kill()
@@ -187,6 +187,9 @@ def test_operator_bounds_and_pins_hold_from_the_start() -> None:
         for decision in attached.decisions:
             if decision.action == "set":
                 assert 16 <= decision.new["max_batch_size"] <= 48 and decision.new["chunk_size"] == 256
+        first, *later = [d.cause for d in attached.decisions if d.action == "set"]
+        assert first == "bounds and pins of the operator" and later
+        assert all(cause.endswith("; chunk_size is pinned at 256") for cause in later), "it proposed another"
 
 
 def test_it_is_detached_when_it_is_told_to_be_not_when_the_last_step_ended() -> None:

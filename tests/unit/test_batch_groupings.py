@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,7 @@ from runtime.batching.groupings import (
     SortedWindows,
     grouping_of,
 )
+from runtime.batching.groupings.arrival import Line
 from runtime.batching.item import ENDED, RUNNING, WAITING, Item
 from runtime.batching.strategies import Adaptive, Dynamic
 from runtime.ordering import FairShare as FairShareOrdering
@@ -147,6 +150,70 @@ def test_two_greedy_tenants_share_within_five_percent_whatever_is_dropped(
     during = [call for call in served.calls if 3 < call.end < 40]
     got = {tenant: sum(i.cost for c in during for i in c.items if i.tenant == tenant) for tenant in "ab"}
     assert got["a"] == pytest.approx(got["b"], rel=0.05)
+
+
+def by_start(grouping: FairShare, most: int) -> list[Item]:
+    """What ``grouping.first`` is to give: of all heads the one that starts first, then that of the tenant that joined first."""
+    lines = [list(line) for line in grouping._lines.values()]
+    starts = {place: grouping._start(line[0].tenant) for place, line in enumerate(lines)}
+    found: list[Item] = []
+    while starts and len(found) < most:
+        place = min(starts, key=lambda place: (starts[place], place))
+        item = lines[place].pop(0)
+        found.append(item)
+        starts[place] += grouping._shares.lasts(item)
+        if not lines[place]:
+            del starts[place]
+    return found
+
+
+@pytest.mark.parametrize("never", [0, 4, 8])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_turns_go_by_start_and_then_by_who_joined_first(seed: int, never: int) -> None:
+    """Also those of tenants that are passed over until they are owed all they can be, and once a dearer call makes that more."""
+    rng = random.Random(seed)
+    grouping = FairShare({"t9": 3.0})
+    waiting: list[Item] = []
+    owed: list[int] = []
+    for turn in range(3000):
+        action, tenant = rng.random(), rng.randrange(12)
+        passed_over = {f"t{i}" for i in range(never)} if turn < 2600 else set[str]()
+        if action < 0.5 and (tenant >= never or sum(item.tenant == f"t{tenant}" for item in waiting) < 3):
+            dear = rng.choice([1, 1, 2]) * (20 if turn > 2200 else 1)
+            waiting.append(Item(None, float(turn), dear, tenant=f"t{tenant}"))
+            put(grouping, waiting[-1])
+        elif action < 0.55 and waiting:
+            item = waiting.pop(rng.randrange(len(waiting)))
+            item.state = ENDED
+            grouping.removed(item)
+        else:
+            most = rng.choice([1, 3, 64])
+            assert grouping.first(most) == by_start(grouping, most)
+            chosen = [item for item in grouping.first(64) if item.tenant not in passed_over][: rng.choice([1, 2, 3])]
+            for item in chosen:
+                item.state = RUNNING
+                waiting.remove(item)
+            if chosen:
+                grouping.took(chosen)
+        assert {tenant for _, _, tenant in grouping._turns} == grouping._lines.keys() == grouping._places.keys()
+        owed.append(sum(start == -math.inf for start, _, _ in grouping._turns))
+    assert not never or (max(owed[1000:2200]) > 0 == min(owed[2200:2600]))
+
+
+def test_a_call_looks_at_no_more_tenants_than_it_has_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    begin = Line.__iter__
+
+    def counted(line: Line) -> Iterator[Item]:
+        nonlocal looked
+        looked += 1
+        return begin(line)
+
+    grouping = FairShare()
+    put(grouping, *[Item(None, float(i), tenant=f"t{i}") for i in range(1000)])
+    monkeypatch.setattr(Line, "__iter__", counted)
+    assert [item.tenant for item in take(grouping, 4)] == ["t0", "t1", "t2", "t3"]
+    assert looked == 4
 
 
 def test_what_a_tenant_is_owed_is_bounded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -234,6 +235,7 @@ def test_ctrl_c_in_a_cancel_costs_nobody_their_place_in_line(monkeypatch: pytest
             with pytest.raises(KeyboardInterrupt):
                 waiting.cancel()
         assert core.state.waiting == 0 and len(line._line) == 1
+        assert isinstance(line._line, OrderedDict), "the first of it is found at once, however many were before"
         fn.gate.release(2)
         thread.join(30)
         assert running.result(30) == 0 and held[0].result(30) == 2

@@ -21,6 +21,7 @@ from autotune.cli import bench
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
+from autotune.measure.score import ClassScore
 from autotune.profile import save_profile
 from autotune.profile.fingerprint import OtherWork, machine
 from autotune.workload import at_length_scale, parse_workload
@@ -230,6 +231,51 @@ def test_head_and_json_say_what_was_cut_and_the_page_who_judges(
     assert bench._finish(made, load, tmp_path / "page.html", False) == DONE
     page = (tmp_path / "page.html").read_text()
     assert "at 1 req/s, the SLO of each class" in page and f"{cuts}." in page
+
+
+def test_weighted_attainment_has_a_name_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 30 chats 10 met their SLO, of 30 batch requests of a fifth of the weight all: 66.7% of them, 44.4% of the weight."""
+    chat, batch = RequestClass("chat", SLO(ttft_ms=200)), RequestClass("batch", SLO(e2e_ms=9000), 0.2)
+    contender = Contender("defaults", Knobs())
+    fared = {
+        one.name: ClassScore(
+            slo=str(one.slo),
+            weight=one.weight,
+            offered=30,
+            met=met,
+            attainment=met / 30,
+            goodput=met / 4,
+            violations={},
+        )
+        for one, met in ((chat, 10), (batch, 30))
+    }
+    outcomes = tuple(
+        Outcome(i / 3, name == "batch" or i < 10, 100.0, 10.0, 500.0, name, weight)
+        for i in range(30)
+        for name, weight in (("chat", 1.0), ("batch", 0.2))
+    )
+    result = Result(Turn(contender, 0, 0, 0), score(met=40, offered=60, classes=fared), outcomes, ())
+    monkeypatch.setattr("autotune.bench.measure", lambda *of, **by: iter([result]))
+    notes: list[str] = []
+    monkeypatch.setattr(
+        "autotune.cli.display.Display.progress", lambda self, share, count, note, left: notes.append(note)
+    )
+    engine: Any = None
+    console = Console(file=io.StringIO(), width=200)
+    made = bench._Run(engine, sample_model(), [contender], 10.0, 1, 0, console, threading.Event())
+    load = BenchLoad("fixed", parse_workload("fixed"), SLO(ttft_ms=500), "given", "given", classes=(chat, batch))
+    made.measure(load)
+    assert notes[1] == "round 1 defaults: 44% weighted attainment"
+    assert bench._finish(made, load, None, True) == DONE
+    told = json.loads(capsys.readouterr().out)
+    (turn,), (found,) = told["turns"], told["contenders"]
+    assert (turn["score"]["attainment"], turn["weighted_attainment"]) == pytest.approx((2 / 3, 4 / 9))
+    assert (found["attainment"]["value"], found["weighted_attainment"]["value"]) == pytest.approx(
+        (2 / 3, 4 / 9), abs=1e-4
+    )
+    assert found["attainment"]["low"] > found["weighted_attainment"]["low"]
 
 
 def test_a_bench_whose_engine_died_fell_short(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import autotune
 from autotune.cli.main import run
+from autotune.cli.profile_output import unmeasured_beside
 from autotune.profile import load_profile, save_profile
 from autotune.profile.callable import (
     CallableProfile,
@@ -380,3 +381,15 @@ def test_options_of_a_callable_need_one(capsys: pytest.CaptureFixture[str]) -> N
     assert "--inputs is given without --callable; add --callable package.module:function" in capsys.readouterr().err
     assert run(["profile", "--callable", "json:loads"]) == 2
     assert "--inputs is missing" in capsys.readouterr().err
+
+
+def test_what_was_only_simulated_is_known_beside_what_was_measured(made: CallableProfile, tmp_path: Path) -> None:
+    place = tmp_path / "embed.yaml"
+    measured = made.model_copy(update={"points": (made.points[0].model_copy(update={"source": "measured"}),)})
+    assert not unmeasured_beside(place, made), "none is there"
+    save_callable_profile(made, place)
+    assert not unmeasured_beside(place, made), "nor was that measured"
+    save_callable_profile(measured, place)
+    assert unmeasured_beside(place, made) and not unmeasured_beside(place, measured)
+    save_profile(sample_profile(), place)
+    assert unmeasured_beside(place, made), "of a model"

@@ -16,7 +16,7 @@ import pytest
 import autotune
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
-from autotune.profile.callable import BatcherSetting, CallablePoint, load_callable_profile
+from autotune.profile.callable import BatcherSetting, CallablePoint, load_callable_profile, save_callable_profile
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, BatcherSpace, choose, grid
 from autotune.profiling.callable import (
     ITEMS,
@@ -482,6 +482,13 @@ def test_ctrl_c_while_measuring_keeps_the_best_so_far(folder: Path, capsys: pyte
     made = load_callable_profile("kept.yaml")
     assert made.status == "stopped" and {p.source for p in made.points} == {"simulated"}
     assert "best so far written to kept.yaml" in capsys.readouterr().out
+    first, *others = made.points
+    measured = made.model_copy(update={"points": (first.model_copy(update={"source": "measured"}), *others)})
+    save_callable_profile(measured, Path("kept.yaml"))
+    interrupt_when_measured(module)
+    assert run([*arguments, "--rate", "50", "--slo", "e2e=1s", "--most", "4", "--out", "kept.yaml"]) == 130
+    assert load_callable_profile("kept.yaml") == measured
+    assert "kept.yaml stays as it was. Run the same command to go on." in capsys.readouterr().out
 
 
 @pytest.mark.slow

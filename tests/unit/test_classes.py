@@ -29,6 +29,7 @@ from autotune.report.panels import capacity, latency, pareto
 from autotune.report.panels.classes import sections
 from autotune.report.profile_table import show
 from autotune.report.section import Section
+from autotune.report.tables import class_rows, class_table
 from autotune.report.wording import number
 from autotune.simulate.scenario import Scenario
 from autotune.workload import parse_workload
@@ -97,6 +98,25 @@ def test_every_class_must_have_its_own_attainment() -> None:
     assert not OBJECTIVE.refuted(point([two(SMALL, 26, 30)])), "one miss too many of 30 may be bad luck"
     assert OBJECTIVE.refuted(point([two(SMALL, 30, 26)])), "four misses of 30 where 1% are allowed are not"
     assert OBJECTIVE.shares == "90% of chat and 99% of batch"
+
+
+def test_a_class_is_judged_by_what_was_counted_not_by_what_was_rounded() -> None:
+    """296 of 299 batch requests are 98.997%, and were stored as 0.99."""
+    for met, offered, enough in ((299, 302, True), (296, 299, False)):
+        classes = {"chat": fared(CHAT, 30, 30, 150.0), "batch": fared(BATCH, met, offered, 150.0)}
+        made = point([run(SMALL, 30 + met, offered=30 + offered, classes=classes)])
+        rounded = {
+            name: c.model_copy(update={"attainment": round(c.attainment, 4)}) for name, c in made.classes.items()
+        }
+        for seen in (made, made.model_copy(update={"classes": rounded})):
+            assert OBJECTIVE.attained(seen) is attained(seen, CHAT.slo, CLASSES) is enough
+            (row,) = [r for r in class_rows([("one", seen)], CHAT.slo, CLASSES) if r.name == "batch"]
+            assert row.missed is not enough
+        drawn = class_table([("one", seen)], CHAT.slo, CLASSES)
+        console = Console(width=200, file=io.StringIO())
+        console.print(drawn)
+        assert isinstance(console.file, io.StringIO)
+        assert f"batch {'99.0%' if enough else '98.997%'} 99% {offered}" in flat(console.file.getvalue())
 
 
 def test_latency_is_the_worst_of_all_classes_in_units_of_their_targets() -> None:
@@ -350,7 +370,12 @@ def test_a_bench_weighs_requests_and_tells_classes_apart() -> None:
     summary = comparison.summary(one)
     (met, chats), (none, batch) = summary.classes["chat"], summary.classes["batch"]
     assert none == 0 < met <= chats and chats + batch == summary.offered
-    assert summary.attainment.value == pytest.approx(met / (chats + 0.25 * batch))
+    assert summary.weighted_attainment.value == pytest.approx(met / (chats + 0.25 * batch))
+    assert summary.attainment.value == pytest.approx(met / summary.offered)
+    assert summary.attainment.low <= summary.attainment.value <= summary.attainment.high
+    shown = summary.as_dict()
+    assert shown["attainment"]["value"] == pytest.approx(results[0].score.attainment, abs=1e-4)
+    assert shown["weighted_attainment"]["value"] == pytest.approx(results[0].score.weighted_attainment, abs=1e-4)
     assert summary.goodput.value == pytest.approx(met / 8.0) == pytest.approx(results[0].score.goodput)
     assert summary.as_dict()["classes"]["batch"] == {"met": 0, "offered": batch}
     console = Console(width=250, file=io.StringIO())
@@ -358,7 +383,8 @@ def test_a_bench_weighs_requests_and_tells_classes_apart() -> None:
     assert isinstance(console.file, io.StringIO)
     text = flat(console.file.getvalue())
     assert (
-        "chat, target 90%" in text
+        "weighted" in text.partition("chat")[0]
+        and "chat, target 90%" in text
         and "chat[eu], target 90%" in text
         and f"0.0% of {batch}" in text
         and "by the weight of its class" in text

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -485,6 +486,14 @@ def test_a_profile_keeps_how_many_blocks_the_engine_counts(groups: int, monkeypa
         monkeypatch.setattr(engine, "view", lambda: counted)
         found = engine_facts(engine, {"dtype": "half"})
     assert found.kv_blocks == groups * found.kv_pool.blocks > 0 and found.options == {"dtype": "half"}
+    assert found.block_size_given == (found.kv_pool.block_size if groups == 1 else None)
+
+
+def test_a_profile_keeps_the_size_of_block_and_pool_that_the_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with paced() as engine:
+        monkeypatch.setattr(type(engine), "facts", replace(engine.facts, kv_block_size=7, kv_bytes=4096))
+        found = engine_facts(engine, {})
+    assert (found.kv_block_size, found.block_size_given, found.kv_bytes) == (7, 7, 4096)
 
 
 def test_help_of_profile_has_the_defaults_of_callables_too() -> None:

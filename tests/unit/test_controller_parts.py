@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autotune.control.controllers import predictive
 from autotune.control.controllers.parts.galloping import largest
 from autotune.control.controllers.parts.running_statistics import Recent
-from autotune.control.controllers.parts.targets import SLOTargets
+from autotune.control.controllers.parts.targets import SLOTargets, Targets
 from autotune.control.controllers.rival_parts.step_window import StepWindow
 from runtime.slo import SLO
 from tests.unit.test_rival_controllers import step
@@ -62,6 +62,54 @@ def test_the_tightest_of_the_classes_that_are_served() -> None:
     assert targets.change({"default": chat}) and targets.step == 0.03
     assert not targets.change({"default": chat})
     assert targets.of("anything") == chat
+
+
+def test_with_many_classes_a_request_makes_no_targets_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each brings one class in and has another count no longer, and the engine waits meanwhile."""
+    names = [f"class {i}" for i in range(200)]
+    targets = SLOTargets(
+        {n: SLO(ttft_ms=500 + i, tpot_ms=30 + i) for i, n in enumerate(names)} | {"default": SLO(e2e_ms=9e3)}
+    )
+    of = Targets.of
+    made: list[SLO] = []
+    monkeypatch.setattr(Targets, "of", lambda slo, left_out=(): made.append(slo) or of(slo, left_out))
+    for name in 2 * names:
+        targets.saw(name)
+    assert not made and 60 < len(targets.firsts) < 100 and targets.mean == (30 + 200 - len(targets.firsts)) / 1e3
+    assert targets.change({"default": SLO(ttft_ms=1)}) and len(made) == 1
+
+
+@given(st.data())
+def test_the_tightest_are_those_of_the_classes_that_count(data: st.DataObject) -> None:
+    ms = st.none() | st.sampled_from([10.0, 20.0, 40.0, 3000.0])
+    some = st.builds(lambda *of: Targets(*of), ms, ms, ms, ms).map(
+        lambda of: SLO(ttft_ms=of.ttft or (None if any(of) else 10.0), tpot_ms=of.tpot, itl_ms=of.itl, e2e_ms=of.e2e)
+    )
+    offered = st.dictionaries(st.sampled_from("abcd"), some).flatmap(
+        lambda s: some.map(lambda slo: s | {"default": slo})
+    )
+    targets = SLOTargets(data.draw(offered))
+    for _ in range(data.draw(st.integers(0, 12))):
+        for name in data.draw(st.lists(st.sampled_from("abcdx"), max_size=3)):
+            for _ in range(data.draw(st.sampled_from([1, 80]))):
+                targets.saw(name, 10)
+        if data.draw(st.booleans()):
+            targets.no_step_below(data.draw(st.sampled_from([0.0, 0.015, 0.03])))
+        if data.draw(st.booleans()):
+            targets.change(data.draw(offered))
+        slos = {
+            name: slo for name, slo in targets._slos.items() if targets._shares.get(name, 0.0) > 0.005
+        } or targets._slos
+        counted = {name: Targets.of(slo, targets._too_short(slo)) for name, slo in slos.items()}
+        assert targets.step == min(min(t.tpot, t.itl) for t in counted.values()) / 1e3
+        assert targets.mean == min(t.tpot for t in counted.values()) / 1e3
+        assert targets.gap == min(t.itl for t in counted.values()) / 1e3
+        assert list(targets.firsts.items()) == [(name, min(t.ttft, t.e2e) / 1e3) for name, t in counted.items()]
+        assert (targets.first, targets.whole) == (
+            min(targets.firsts.values()), min(t.e2e for t in counted.values()) / 1e3
+        )  # fmt: skip
+        assert targets.left_out == any(targets._too_short(slo) for slo in targets._slos.values())
+        assert bool(targets.unmet) == any(targets._too_short(slo) for slo in slos.values())
 
 
 def test_all_four_metrics_say_something_of_a_step() -> None:

@@ -6,7 +6,17 @@ import time
 
 import pytest
 
-from runtime import SLO, AdmissionPolicy, FinishReason, Knobs, RejectedError, RequestClass, RequestTimeoutError
+from runtime import (
+    SLO,
+    AdmissionPolicy,
+    EngineClosedError,
+    FinishReason,
+    Knobs,
+    LeaseError,
+    RejectedError,
+    RequestClass,
+    RequestTimeoutError,
+)
 from runtime.llm.prefill_rate import RateSource
 from tests.engines import bench
 
@@ -43,6 +53,30 @@ def test_what_comes_too_late_is_rejected() -> None:
         b.engine.set_admission(False)
         assert b.engine.submit([3], max_tokens=1).result(timeout=30)
         assert b.engine.admission is None
+
+
+def test_the_policy_last_set_is_told_at_once() -> None:
+    """As knobs and SLOs are, though it is in force from the next step on."""
+    policy = AdmissionPolicy(queue_timeout=3.0)
+    with bench() as b:
+        b.executor.hold()
+        running = b.engine.submit([1, 2, 3], max_tokens=2)
+        b.held()
+        b.engine.set_admission(policy)
+        assert b.engine.admission == policy
+        b.engine.set_admission(False)
+        assert b.engine.admission is None
+        b.engine.set_admission(policy)
+        with b.engine.acquire("somebody"), pytest.raises(LeaseError):
+            b.engine.set_admission(None)
+        with pytest.raises(ValueError, match="admission is 'reject'"):
+            b.engine.set_admission("reject")  # type: ignore[arg-type]
+        assert b.engine.admission == policy
+        b.executor.go()
+        assert running.result(timeout=30)
+    with pytest.raises(EngineClosedError):
+        b.engine.set_admission(None)
+    assert b.engine.admission == policy
 
 
 def test_what_comes_too_late_is_computed_after_what_can_be_met() -> None:

@@ -73,7 +73,7 @@ def test_close_ends_though_the_last_request_ends_between_steps(drain: bool) -> N
         assert not closing.is_alive()
         with pytest.raises(RequestError):
             stream.result(timeout=10)
-        assert b.heard.request().reason is (FinishReason.TIMEOUT if drain else FinishReason.CANCELLED)
+        assert b.heard.request().reason is (FinishReason.TIMEOUT if drain else FinishReason.ERROR)
 
 
 def test_close_without_draining_cancels() -> None:
@@ -84,6 +84,9 @@ def test_close_without_draining_cancels() -> None:
         for stream in streams:
             with pytest.raises(RequestCancelledError, match="the engine was closed"):
                 stream.result(timeout=30)
+        ended = [b.heard.request() for _ in streams]
+        assert {(r.reason, r.cause) for r in ended} == {(FinishReason.ERROR, "the engine was closed")}
+        assert all(r.offered for r in ended), "that was no wish of their clients"
 
 
 def test_close_while_many_are_busy() -> None:
@@ -358,7 +361,8 @@ def test_a_signal_handler_that_closes_within_a_submit_holds_up_nobody(
                 stream.result(timeout=30)
             assert where == "behind" or caught.value.reason == "closed"  # type: ignore[attr-defined]
         record = b.heard.request()
-        assert stream.record == record and record.reason is not FinishReason.ERROR
+        assert stream.record == record
+        assert (record.reason is FinishReason.ERROR) == (where == "behind" and not drain), "accepted, and cut"
         b.engine.close()
         assert b.engine.error is None and not b.engine._loop._thread.is_alive() and not live
 

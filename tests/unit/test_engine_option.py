@@ -386,6 +386,12 @@ def test_a_check_starts_it_as_it_was_profiled(starts: type[Started]) -> None:
     assert limits == KnobLimits(64, 0, 512, 512) and knobs == Knobs(64, 0, 512, 512)
 
 
+def test_a_check_leaves_the_size_of_a_block_to_vllm_where_the_profile_does_not_say_it(starts: type[Started]) -> None:
+    loaded().as_profiled(3200, None, True, 2).start(limits=KnobLimits(64, 0, 512, 512))
+    _, options, *_ = starts.calls[0]
+    assert "block_size" not in options and options["num_gpu_blocks_override"] == 26, "of its 128 tokens"
+
+
 def test_what_vllm_says_when_it_does_not_start_is_one_line(starts: type[Started]) -> None:
     with pytest.raises(InputError) as told:
         loaded("load_format=broken").start()

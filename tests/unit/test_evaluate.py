@@ -7,6 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from runtime.shared.ceilings import StepLoad
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from tests.building import request_record
-from tests.fakes import count_up
+from tests.fakes import Records, count_up
 from tests.unit.paced import WORKLOAD, paced
 
 EASY = SLO(ttft_ms=5000, tpot_ms=1000)
@@ -309,6 +310,27 @@ class Steady:
 
 
 ROOMY = Knobs(512, 0, 8192, 8192)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_who_listens_to_a_simulation_hears_of_the_misses_that_the_score_counts(stopped: bool) -> None:
+    """Half of the requests are unfinished at the last deadline; where the measurement was ended early, nobody missed any."""
+    engine, heard, asked = SimulatedEngine(Steady(), kv_tokens=10_000_000, knobs=Knobs(2, 0, 8192, 8192)), Records(), []
+    engine.subscribe(heard)
+
+    def stop() -> bool:
+        asked.append(True)
+        return stopped and len(asked) > 5
+
+    load, how = parse_workload("fixed:rate=10,prompt=8,output=4"), {"vocab_size": 2, "seed": 0, "duration": 5.0}
+    with pytest.raises(Interrupted) if stopped else nullcontext():
+        found = evaluate(engine, None, load, SLO(e2e_ms=400), stop=stop, **how)
+        assert found.unfinished > 20
+        assert found.unfinished == sum(not r.completed for r in heard.requests)
+        assert found.offered == sum(r.offered for r in heard.requests)
+    causes = {(r.reason, r.cause) for r in heard.requests if not r.completed}
+    late = (FinishReason.TIMEOUT, "unfinished when the last deadline had passed")
+    assert causes == {(FinishReason.CANCELLED, "by the client") if stopped else late}
 
 
 class TwoClasses:

@@ -140,6 +140,19 @@ def test_time_that_jumps_back_counts_for_nothing() -> None:
     assert found.seconds == {"learning": 0.0, "a": 1.0}
 
 
+@pytest.mark.parametrize("step", [3600, -3600])
+def test_a_wall_clock_that_is_set_meanwhile_counts_for_nothing(step: float) -> None:
+    """As by NTP: the engine's clock goes on. Times of day are shown as they were logged."""
+    run = [
+        decision(at, action, regime, wall=1.7e9 + at + (step if at > 30 else 0))
+        for at, action, regime in (
+            (0, "attach", ""), (10, "hold", "a"), (60, "hold", "b"), (100, "hold", "a"), (110, "detach", "a")
+        )
+    ]  # fmt: skip
+    assert summarize(run).seconds == {"learning": 10.0, "a": 60.0, "b": 40.0}
+    assert any("a and b by turns for 90.0 s" in line for line in timeline(run, fold=True))
+
+
 def test_a_real_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine, path = SimulatedEngine(h200), tmp_path / "run.jsonl"
     with control(engine, slo=SLO(ttft_ms=500, tpot_ms=30), log=path) as attached:
@@ -304,6 +317,10 @@ def test_lines_say_what_was_lost_that_which_weighs_the_most_first() -> None:
         "requests  1 of 2 met their SLO (50.0%)",
         "default   rejected 1 (slo 1)",
     ]
+    assert (
+        next(iter(losses({"default": ClassTally(offered=4000, met=3999)})))
+        == "requests  3999 of 4000 met their SLO (99.98%)"
+    ), "one was not"
     assert list(losses({})) == []
 
 

@@ -11,7 +11,7 @@ import yaml
 from autotune.cli.main import run
 from autotune.export import TARGETS, Export, export
 from autotune.profile import ModelFacts
-from autotune.profile.callable import save_callable_profile
+from autotune.profile.callable import BatcherSetting, save_callable_profile
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -84,7 +84,8 @@ def test_everything_tensorrt_llm_gets() -> None:
     assert yaml.safe_load(export.text(Path("x.yaml"))) == {
         "model": "meta-llama/Llama-3.1-8B", "max_seq_len": 131072, "dtype": "bfloat16", "tensor_parallel_size": 1,
         "kv_cache_config": {"dtype": "auto", "max_tokens": 131072, "enable_block_reuse": True}, "max_batch_size": 24,
-        "max_num_tokens": 192, "enable_chunked_prefill": True,
+        "cuda_graph_config": {"max_batch_size": 24, "enable_padding": True}, "max_num_tokens": 192,
+        "enable_chunked_prefill": True,
     }  # fmt: skip
     assert any(line.startswith("chunk_size 128 tokens is approximate: TensorRT-LLM cuts") for line in export.reports)
     assert export.command(Path("x.yaml")) == "trtllm-serve meta-llama/Llama-3.1-8B --extra_llm_api_options x.yaml"
@@ -100,8 +101,28 @@ def test_the_window_that_would_hold_back_decodes_is_not_written() -> None:
 
 def test_drafts_of_tensorrt_llm_are_a_section_and_switch_overlap_off() -> None:
     written = yaml.safe_load(made("tensorrt-llm", KNOBS.with_(draft_tokens=3)).text(Path("x.yaml")))
-    assert written["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 8}
+    assert written["speculative_config"] == {
+        "decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 8, "is_public_pool": False
+    }  # fmt: skip
     assert written["disable_overlap_scheduler"] is True
+
+
+def test_no_more_is_drafted_by_tensorrt_llm_than_leaves_every_sequence_a_token() -> None:
+    some = made("tensorrt-llm", KNOBS.with_(max_batch_size=64, draft_tokens=5))
+    assert some.written["speculative_config.max_draft_len"] == 2
+    assert note(some, "draft_tokens").startswith("2 in place of 5: TensorRT-LLM gives one sequence after the other")
+    none = made("tensorrt-llm", KNOBS.with_(max_batch_size=128, draft_tokens=5))
+    assert not any("specul" in key or "overlap" in key for key in none.written)
+    assert any(line.startswith("draft_tokens 5 tokens is dropped: TensorRT-LLM gives") for line in none.reports)
+
+
+def test_a_budget_below_a_block_would_stop_every_prompt_of_tensorrt_llm() -> None:
+    least = KNOBS.with_(token_budget=32)
+    assert made("tensorrt-llm", least).written["max_num_tokens"] == 32
+    with pytest.raises(InputError, match="token_budget=31 has no counterpart in TensorRT-LLM"):
+        export(sample_profile({"balanced": least.with_(token_budget=31)}), TARGETS["tensorrt-llm"])
+    dropped = made("tensorrt-llm", least.with_(token_budget=31))
+    assert "max_num_tokens" not in dropped.written and "whole blocks of 32 tokens" in note(dropped, "token_budget")
 
 
 @pytest.mark.parametrize(
@@ -180,10 +201,50 @@ def test_everything_a_callable_is_given_there() -> None:
         "instance_group.count": 2, "max_batch_size": 8, "dynamic_batching.max_queue_delay_microseconds": 4000
     }  # fmt: skip
     assert export(profile, TARGETS["ray-serve"]).written == {
-        "num_replicas": 2, "max_ongoing_requests": 16, "user_config.max_batch_size": 8, "user_config.batch_wait_timeout_s": 0.004
+        "num_replicas": 2, "max_ongoing_requests": 16, "user_config.max_batch_size": 8, "user_config.batch_wait_timeout_s": 0.036
     }  # fmt: skip
     text = " ".join(export(profile, TARGETS["triton"]).text(Path("config.pbtxt")).replace("\n# ", " ").split())
     assert "simulated for this project's own batcher" in text and profile.function in text
+
+
+@pytest.mark.parametrize(
+    ("wait", "size", "capacity_size", "beside", "written"),
+    [
+        (0, 8, 32, 1.0, 0.036),
+        (35, 8, 32, 1.0, 0.036),
+        (37, 8, 32, 1.0, 0.037),
+        (0, 500, 32, 1.0, 0.084),
+        (0, 8, 32, 1.5, 0.054),
+    ],
+)
+def test_ray_serve_waits_as_long_as_a_full_call_runs(
+    wait: float, size: int, capacity_size: int, beside: float, written: float
+) -> None:
+    """Here items gather while a call runs, whatever the wait; Ray Serve closes a batch. A call takes 20 ms + 2 ms an item."""
+    setting = BatcherSetting(
+        "dynamic", Knobs(max_batch_size=size, max_wait_ms=wait, token_budget=size, chunk_size=size)
+    )
+    profile = profile_of(setting)
+    service = profile.service.model_copy(update={"capacity_size": capacity_size, "beside": beside})
+    made = export(profile.model_copy(update={"service": service}), TARGETS["ray-serve"])
+    assert made.written["user_config.batch_wait_timeout_s"] == pytest.approx(written)
+    said = note(made, "max_wait_ms")
+    assert "even if an earlier one still runs" in said and "loses nothing" not in said
+    assert (f"so {1000 * written:g} ms is written, the time of a full call" in said) is (written * 1000 > wait)
+    assert any(line.startswith(f"max_wait_ms {wait} ms is approximate") for line in made.reports)
+
+
+def test_a_wait_of_ray_serve_is_no_matter_for_calls_of_one_item() -> None:
+    made = export(profile_of(SLOWER), TARGETS["ray-serve"])
+    assert made.written["user_config.batch_wait_timeout_s"] == 0
+    assert not any(line.startswith("max_wait_ms") for line in made.reports)
+
+
+def test_a_wait_of_0_is_no_loss_for_triton_and_one_for_ray_serve() -> None:
+    """Of a language model's profile, which does not say how long a call is."""
+    assert not any(line.startswith("max_wait_ms") for line in made("triton").reports)
+    [said] = [line for line in made("ray-serve").reports if line.startswith("max_wait_ms")]
+    assert said.startswith("max_wait_ms 0 ms is approximate") and "Set it to about the time of a full call" in said
 
 
 @pytest.mark.parametrize("to", ["triton", "ray-serve"])

@@ -97,9 +97,9 @@ def test_no_wait_loses_nothing_and_a_wait_does() -> None:
     ("dtype", "devices", "blocks", "share"),
     [
         ("bfloat16", 1, 54000, 0.87),  # (15.0 + 105.5) / 139.8 = 0.862
-        ("bfloat16", 1, 8192, 0.23),  # (15.0 + 16.0) / 139.8 = 0.221
-        ("float32", 1, 8192, 0.33),  # (29.9 + 16.0) / 139.8 = 0.328
-        ("bfloat16", 2, 8192, 0.12),  # (15.0 + 16.0) / 279.6 = 0.111
+        ("bfloat16", 1, 24000, 0.45),  # (15.0 + 46.9) / 139.8 = 0.442
+        ("float32", 1, 24000, 0.55),  # (29.9 + 46.9) / 139.8 = 0.549
+        ("bfloat16", 2, 24000, 0.23),  # (15.0 + 46.9) / 279.6 = 0.221
         ("bfloat16", 1, 70000, 0.95),  # (15.0 + 136.7) / 139.8 = 1.09: more than vLLM can have
     ],
 )
@@ -109,6 +109,23 @@ def test_the_memory_share_is_what_weights_and_pool_take(dtype: str, devices: int
     assert export.written["tensor-parallel-size"] == devices
     assert ("cut to the 0.95" in note(export, "kv_pool")) == (share == 0.95)
     assert any(line.startswith("kv_pool") and "is approximate" in line for line in export.reports)
+
+
+@pytest.mark.parametrize(("blocks", "length"), [(2500, 40_000), (8192, 131_072), (9000, 131_072)])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_pool_of_hardly_more_than_one_request_is_given_in_bytes(blocks: int, length: int, devices: int) -> None:
+    """Activations come out of a share, and vLLM does not start without room for one request."""
+    export = made(kv_blocks=blocks, engine={"parallelism": devices})
+    assert export.written["max-model-len"] == length and "gpu-memory-utilization" not in export.written
+    held = export.written["kv-cache-memory-bytes"]
+    assert isinstance(held, int)
+    for block in (16, 32, 64, 128):
+        assert held * devices >= 131_072 * block * (-(-length // block) + 1), "one block stands for no block"
+    assert held * devices <= 131_072 * (16 * blocks + 256)
+    said = note(export, "kv_pool")
+    assert "a share might leave less than one request of max-model-len" in said and "CUDA graphs" not in said
+    assert "gpu-memory-utilization" not in made(kv_blocks=9000).written
+    assert "gpu-memory-utilization" in made(kv_blocks=9000, model=sample_model(max_model_len=8192)).written
 
 
 def test_drafts_are_looked_up_by_n_grams_there_too() -> None:
@@ -121,10 +138,33 @@ def test_drafts_are_looked_up_by_n_grams_there_too() -> None:
     assert "speculative-config" not in none.written and "value 0 loses nothing" in note(none, "draft_tokens")
 
 
+@pytest.mark.parametrize(
+    ("slots", "budget", "drafts", "fit"), [(64, 200, 8, 2), (64, 576, 8, 8), (512, 128, 3, 0), (7, 21, 5, 2)]
+)
+def test_no_more_is_drafted_than_leaves_every_sequence_a_token(slots: int, budget: int, drafts: int, fit: int) -> None:
+    """vLLM plans one sequence after the other, with all its drafts."""
+    export = made(Knobs(max_batch_size=slots, token_budget=budget, chunk_size=budget, draft_tokens=drafts))
+    written = export.written.get("speculative-config")
+    assert (json.loads(str(written))["num_speculative_tokens"] if written else 0) == fit
+    [said] = [line for line in export.reports if line.startswith(f"draft_tokens {drafts} tokens is ")]
+    begins = {0: "dropped: vLLM gives", drafts: "approximate: vLLM drafts"}.get(
+        fit, f"approximate: {fit} in place of {drafts}: "
+    )
+    assert said.removeprefix(f"draft_tokens {drafts} tokens is ").startswith(begins)
+    going = budget // (1 + drafts)
+    assert (f"only {going} of {min(slots, budget)} sequences would go on" in said) is (fit < drafts)
+
+
 def test_the_share_is_left_to_vllm_when_the_profile_cannot_tell() -> None:
     cpu = made(gpu=False)
     assert "gpu-memory-utilization" not in cpu.written
     assert "default (0.92)" in note(cpu, "kv_pool") and "VLLM_CPU_KVCACHE_SPACE=106" in note(cpu, "kv_pool")
+    for blocks, gib in (
+        (8176, 16),
+        (8177, 17),
+        (8192, 17),
+    ):  # of 2 MiB; 16 are of the null block and one that is not full
+        assert f"VLLM_CPU_KVCACHE_SPACE={gib} " in note(made(gpu=False, kv_blocks=blocks), "kv_pool")
     other = made(model_given="./mine")
     assert "gpu-memory-utilization" not in other.written
     assert "measured beside llama-3.1-8b, not beside this model" in note(other, "kv_pool")
@@ -176,9 +216,23 @@ def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_blocks_of_several_groups_are_all_counted(gpu: bool) -> None:
-    export = made(gpu=gpu, engine=VLLM_ITSELF | {"kv_blocks": 3 * 1638})
-    assert export.written["num-gpu-blocks-override"] == 3 * 1638 + 1
+    """In blocks of the size that vLLM is told, not of what it schedules by."""
+    held = {"kv_blocks": 3 * 1638, "kv_block_size": 16, "kv_bytes": 10**9}
+    export = made(gpu=gpu, engine=VLLM_ITSELF | held)
+    assert (export.written["block-size"], export.written["num-gpu-blocks-override"]) == (16, 3 * 1638 + 1)
+    assert export.written.get("kv-cache-memory-bytes") == (None if gpu else 10**9)
     assert next(e.fit for e in export.entries if e.name == "kv_pool") is Fit.EXACT
+
+
+@pytest.mark.parametrize(("gpu", "devices"), [(True, 1), (True, 2), (False, 1)])
+def test_blocks_of_several_groups_of_a_size_that_is_not_known_are_left_to_vllm(gpu: bool, devices: int) -> None:
+    engine = VLLM_ITSELF | {"kv_blocks": 3 * 1638, "parallelism": devices}
+    export = made(gpu=gpu, model=sample_model(name="/models/mine", kv_bytes_per_token=1000), engine=engine)
+    assert not {"block-size", "num-gpu-blocks-override", "gpu-memory-utilization"} & export.written.keys()
+    held = 1638 * 128 * 1000 * (3 * 1638 + 1) // (3 * 1638)
+    assert export.written["kv-cache-memory-bytes"] == held // devices
+    [said] = [line for line in export.reports if line.startswith("kv_pool")]
+    assert "is approximate: the profile does not say how many tokens a block of vLLM's pool had" in said
 
 
 @pytest.mark.parametrize(
@@ -188,7 +242,7 @@ def test_blocks_that_a_profile_does_not_tell_are_left_to_vllm(each: int, devices
     """For its model may take them in several groups."""
     engine = VLLM_ITSELF | {"kv_blocks": None, "parallelism": devices}
     export = made(gpu=True, model=sample_model(name="/models/mine", kv_bytes_per_token=each), engine=engine)
-    assert "num-gpu-blocks-override" not in export.written and export.written["block-size"] == 128
+    assert not {"num-gpu-blocks-override", "block-size"} & export.written.keys()
     assert export.written.get("kv-cache-memory-bytes") == held
     [said] = [line for line in export.reports if line.startswith("kv_pool")]
     assert (

@@ -228,7 +228,7 @@ def test_goodput_decides_nothing_where_the_mean_e2e_was_looked_for() -> None:
 def test_a_share_lies_in_the_interval_that_stands_beside_it() -> None:
     assert [share_beside(0.9968, 0.993), share_beside(0.9968, 0.98), share_beside(1.0, 0.995)] == [
         "99.7%",
-        "100%",
+        "99.7%",
         "100%",
     ]
     made = profile(findings(of_seconds([10] * 119 + [9]), of_seconds([5] * 120, knobs=VLLM)))

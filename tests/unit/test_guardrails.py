@@ -35,6 +35,16 @@ def test_one_decision_goes_only_so_far(wanted: Knobs, current: Knobs) -> None:
             assert old / 2 - 1 <= new <= old * 2, spec.name
 
 
+def test_it_says_what_it_holds() -> None:
+    rails = Guardrails({"max_batch_size": (8, 64), "chunk_size": (1, 99)}, {"token_budget": 128, "max_wait_ms": 2.5})
+    assert rails.holds(Knobs(64, 2.5, 128, 99)) == {}
+    assert rails.holds(Knobs(65, 0, 256, 99)) == {
+        "max_batch_size": "max_batch_size is bounded to 8–64",
+        "max_wait_ms": "max_wait_ms is pinned at 2.5 ms",
+        "token_budget": "token_budget is pinned at 128",
+    }
+
+
 def test_small_changes_are_not_worth_an_epoch() -> None:
     current = Knobs(100, 0, 1000, 1000)
     found = Guardrails().apply(Knobs(105, 0, 950, 1200), current, LIMITS)

@@ -10,13 +10,18 @@ import pytest
 
 from autotune.cli import profile_study
 from autotune.cli.display import make_console
-from autotune.cli.profile_output import Files
+from autotune.cli.exits import INTERRUPTED
+from autotune.cli.profile_output import Files, finish
 from autotune.cli.profile_study import Requested, work
+from autotune.profile import load_profile
 from autotune.profile.fingerprint import machine
+from autotune.profiling.findings import Findings
+from autotune.simulate import SimulatedEngine
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 from tests.sample_profile import sample_model
-from tests.unit.profiled_machine import question
+from tests.unit.profiled_machine import Padded, question
+from tests.unit.profiles import LARGE, SMALL, VLLM, findings, run
 
 
 @pytest.fixture
@@ -109,3 +114,37 @@ def test_a_study_that_cannot_be_kept_is_not_begun_anew(
     with pytest.raises(InputError, match=r"a\.journal\.old: cannot be written \(No space left on device\)"):
         once(tmp_path)
     assert names(tmp_path) == {"a.journal"} and (tmp_path / "a.journal").read_bytes() == before
+
+
+def written(folder: Path, found: Findings, *, as_json: bool = False) -> int:
+    """What ``autotune profile`` does with ``found``."""
+    source = cast(Any, SimpleNamespace(name="autotune-runtime", arguments={}))
+    requested = Requested(source, sample_model(), machine(), "azure-conv", None, question())
+    files, console = Files.of(folder / "a.yaml", None), make_console(stderr=True)
+    return finish(found, requested, SimulatedEngine(Padded(), kv_tokens=4096), files, console, "autotune profile", as_json)
+
+
+@pytest.mark.parametrize("fault", ["", "the device is lost"])
+def test_what_was_measured_is_not_replaced_by_what_was_only_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    measured, simulated = (run(SMALL, 40), run(VLLM, 20)), run(LARGE, 30, "simulation")
+    stopped = findings(simulated, stopped=True, fault=fault)
+    written(tmp_path, stopped)  # nothing is there
+    assert load_profile(tmp_path / "a.yaml").knobs == LARGE
+    written(tmp_path, findings(simulated, *measured))
+    files = [tmp_path / "a.yaml", tmp_path / "a.points.jsonl"]
+    before = [file.read_bytes() for file in files]
+    capsys.readouterr()
+    for as_json in (False, True):
+        assert (written(tmp_path, stopped, as_json=as_json) == INTERRUPTED) == (not fault)
+        assert [file.read_bytes() for file in files] == before and names(tmp_path) == {"a.yaml", "a.points.jsonl"}
+        told = capsys.readouterr()
+        why = f"stopped, for {fault}, before" if fault else "stopped before"
+        assert f"{why} a setting was measured; " in " ".join(told.err.split()) and not told.out
+        assert "a.yaml stays as it was. Run the same command to go on." in " ".join(told.err.split())
+    written(tmp_path, findings(simulated, run(LARGE, 39), stopped=True))  # measured, too
+    assert load_profile(files[0]).knobs == LARGE and load_profile(files[0]).status == "stopped"
+    files[0].write_text("schema_version: 99\nname: a\n")
+    written(tmp_path, stopped)  # which no version reads
+    assert load_profile(files[0]).knobs == LARGE

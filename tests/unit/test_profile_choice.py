@@ -16,7 +16,7 @@ from autotune.profiling.points import Run, goodput_spread, pareto, point, points
 from autotune.profiling.space import alike, make_space
 from autotune.profiling.stages.candidates import shortlist
 from runtime.knobs import KnobLimits, Knobs
-from runtime.slo import SLO, wilson_interval
+from runtime.slo import SLO, attained, wilson_interval
 from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run, setup
 
 OBJECTIVE = Objective(TARGETS)
@@ -233,6 +233,18 @@ def test_rates_are_ordered_by_what_came_not_by_what_was_asked() -> None:
 )
 def test_only_requests_enough_tell_that_a_share_is_met(met: int, offered: int, expected: bool) -> None:
     assert OBJECTIVE.confirmed(point([run(SMALL, met, offered=offered)])) is expected
+
+
+def test_an_attainment_is_judged_by_what_was_counted_not_by_what_was_rounded() -> None:
+    """296 of 299 are 98.997%, and a miss; a profile of before has 0.99."""
+    made = point([run(SMALL, 296, offered=299)])
+    assert made.attainment == made.model_dump(mode="json")["attainment"] == 296 / 299
+    for seen in (made, Point.model_validate(made.model_dump() | {"attainment": 0.99})):
+        assert not OBJECTIVE.attained(seen) and not attained(seen, TARGETS)
+        assert seen.weighted_attainment == 296 / 299
+    assert attained(point([run(SMALL, 297, offered=300)]), TARGETS)
+    _, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=10.0, tried=(made,))), made)
+    assert text.startswith("balanced may serve 99%") and "98.997% of 299" in text
 
 
 def test_the_verdict_in_words() -> None:

@@ -21,7 +21,14 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from tests.sample_profile import sample_profile
 
-OF_ENGINES = {"growth_reserve": 1, "kv_allocation": "whole", "kv_blocks": None, "options": {}}
+OF_ENGINES = {
+    "growth_reserve": 1,
+    "kv_allocation": "whole",
+    "kv_blocks": None,
+    "kv_block_size": None,
+    "kv_bytes": None,
+    "options": {},
+}
 LATER = {spec.name for spec in KNOBS if not spec.required} | {*OF_ENGINES}
 DATA = Path(__file__).parent / "data"
 RENAMED = {"excess_s": "serving_overhead_s"}

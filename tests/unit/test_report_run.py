@@ -6,18 +6,21 @@ import json
 import re
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from autotune import control
 from autotune.cli.main import run as cli
-from autotune.control.decision_log import read_decisions
-from autotune.report.run import compose, html, read_run
+from autotune.control.decision_log import describe, read_decisions
+from autotune.report.run import compose, html, read_run, service
 from autotune.report.run.service import binned
+from autotune.report.run.story import SLOsFrom
 from autotune.report.run.turning import knobs
+from autotune.report.wording import percent
 from runtime.errors import InputError
-from runtime.records import FinishReason, RequestRecord
+from runtime.records import FinishReason, RequestRecord, percentile
 from runtime.serving.record_log import RecordLog
 from runtime.slo import SLO, attainment
 from tests.unit.control_world import SimulatedEngine, h200, poisson
@@ -99,6 +102,26 @@ def test_of_requests_that_were_all_cancelled_none_is_judged(files: tuple[Path, P
     found = {section.key: section for section in made.sections}
     assert found["service"].absent == "Every request on record was cancelled by its client."
     assert found["rejected"].title == "Nobody was rejected" and '<section id="service"' in html(made)
+
+
+def test_what_was_rejected_is_a_share_of_the_requests_that_attainment_is_of(files: tuple[Path, Path]) -> None:
+    run = read_run(*files)
+    some = replace(
+        run,
+        records=tuple(
+            r if r.reason is FinishReason.REJECTED or i % 2 else r._replace(reason=FinishReason.CANCELLED)
+            for i, r in enumerate(run.records)
+        ),
+    )
+    made = {section.key: section for section in compose(some).sections}
+    offered = some.judged(some.records).offered
+    away = sum(r.reason is FinishReason.REJECTED for r in some.records)
+    assert 0 < away < offered < len(some.records)
+    assert f" of {offered} requests" in made["service"].title
+    assert made["rejected"].title == f"{percent(away / offered)} were rejected"
+    assert made["rejected"].plots[0].summary == f"{away} of {offered} requests were rejected."
+    assert sum(int(row[1]) for row in made["rejected"].tables[0].rows) == away
+    assert all(row[2] == percent(int(row[1]) / offered) for row in made["rejected"].tables[0].rows)
 
 
 def test_the_page_is_whole_and_escapes_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -255,6 +278,69 @@ def test_requests_that_came_after_the_controller_was_detached_are_not_of_its_run
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
     undone.write_text("".join(line for line in lines if '"action":"detach"' not in line), encoding="utf-8")
     assert len(read_run(undone, kept).records) == len(whole.records) + 1, "without an end all that came since"
+
+
+def test_each_class_has_its_own_latencies_and_the_records_are_gone_through_once(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_run(*files)
+    names = [f"class {i}" for i in range(9)]
+    records = tuple(r._replace(request_class=names[i % 9]) for i, r in enumerate(whole.records))
+    half = whole.start + (whole.end - whole.start) / 2
+    periods = (
+        SLOsFrom(whole.start, dict.fromkeys([*names, "default"], TARGET)),
+        SLOsFrom(half, dict.fromkeys(names[:5], SLO(tpot_ms=40)) | {"default": TARGET}),
+    )
+    run = replace(whole, records=records, slo_periods=periods)
+    gone_through = []
+    monkeypatch.setattr(service, "binned", lambda run: gone_through.append(run) or binned(run))
+    made = service.latencies(run)
+    assert len(gone_through) == 1
+    assert {p.title for p in made.plots} == {
+        f"{metric} of class {name}" for name in (*names, "default") for metric in ("TTFT", "TPOT")
+    }
+    for plot in made.plots:
+        metric, name = plot.title.split(" of class ")
+        stretches = [[r for r in some if r.completed and run.class_of(r) == name] for _, some in binned(run)]
+        values = [[1e3 * v for r in some if (v := getattr(r, metric.lower())) is not None] for some in stretches]
+        assert plot.views[0].data[1]["y"] == [percentile(some, 99) for some in values if some]
+    table = service.attainment(run).tables[0]
+    assert [(row[0], row[2], int(row[3])) for row in table.rows] == [
+        (name, str(slo), len(some))
+        for name in run.classes
+        for slo, early in ((run.slo_of(name, whole.start), True), (run.slo_of(name, half), False))
+        if (some := [r for r in records if run.class_of(r) == name and (r.arrival < half) == early])
+    ]
+
+
+def test_of_a_long_log_the_page_shows_the_latest_decisions_and_draws_what_can_be_told_apart(
+    files: tuple[Path, Path],
+) -> None:
+    """A browser opens no page of tens of MB. The plots keep each extreme, and each step of more than a moment."""
+    run = read_run(files[0])
+    attached, turned = run.decisions[0], next(d for d in run.decisions if d.action == "set" and d.changes)
+    values = [512.0 + i % 7 for i in range(20_001)]
+    values[4321], values[15_000] = 64.0, 8192.0
+    many = [
+        turned._replace(
+            at=attached.at + i + 1, old=attached.new | {"token_budget": a}, new=attached.new | {"token_budget": b}
+        )
+        for i, (a, b) in enumerate(pairwise(values))
+    ]
+    last = many[-1]._replace(at=many[-1].at + 50_000, old=many[-1].new, new=attached.new | {"token_budget": 1024.0})
+    long = replace(run, decisions=(attached, *many, last))
+    made = {section.key: section for section in compose(long).sections}
+    table = made["decisions"].tables[0]
+    assert len(table.rows) == 2000 and table.rows[-1][2:4] == list(describe(last))
+    assert table.title.startswith("the latest 2000 of 20002 decisions; the other 18002 are left out here")
+    assert made["decisions"].title == "20001 set and 1 attach"
+    (plot,) = made["knobs"].plots
+    drawn, dots = plot.views[0].data
+    assert "20001 changes" in plot.summary and 500 < len(dots["x"]) <= 2000 and len(drawn["x"]) <= 4002
+    assert {64.0, 8192.0, 1024.0} < set(dots["y"]) and drawn["y"][-1] == 1024.0
+    assert (drawn["x"][-4], drawn["y"][-4]) == (20_000.0, values[-1]), "nothing moves before the last change"
+    assert "the least and the greatest of each stretch" in made["knobs"].lead
+    assert len(html(compose(long))) < len(html(compose(replace(long, decisions=(attached, last))))) + 3_000_000
 
 
 def test_from_the_command_line(

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
@@ -23,6 +24,7 @@ from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.stream import TokenLogprob
+from runtime.records import FinishReason
 from runtime.request import Sequence
 from runtime.serving.answers import ChatShape, CompletionShape, TokenText
 from runtime.serving.app import Api, create_app
@@ -286,6 +288,58 @@ async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "queue_full"
             assert int(refused.headers["retry-after"]) >= 1 and int(refused.headers["retry-after-ms"]) >= 1
+
+
+async def test_a_list_of_prompts_is_refused_as_a_whole() -> None:
+    """Those that had been queued before one found the queue full were refused by the server: they are misses, as that one."""
+    async with served(max_queue=2) as (client, b):
+        b.executor.hold()
+        first = asyncio.create_task(client.complete(max_tokens=2))
+        await asyncio.to_thread(b.held)
+        refused = await client.complete(prompt=[[97], [98], [99], [100]])
+        b.executor.go()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        await first
+        ended = [b.heard.request() for _ in range(4)]
+    assert Counter((r.reason, r.cause) for r in ended) == {
+        (FinishReason.LENGTH, ""): 1,
+        (FinishReason.REJECTED, "queue_full"): 3,  # the fourth was never sent
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_one_of_a_list_fails_the_others_are_no_wish_of_the_client(stream: bool) -> None:
+    def sample(sequence: Sequence) -> int:
+        if sequence.request.prompt == (98,):
+            raise ArithmeticError("overheated")
+        return count_up(sequence)
+
+    async with served(sample) as (client, b):
+        answer = await client.complete(prompt=[[97], [98]], max_tokens=200, stream=stream)
+        assert "overheated" in answer.text
+        ended = [b.heard.request() for _ in range(2)]
+    assert {r.reason for r in ended} <= {FinishReason.ERROR, FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_closing_server_cuts_is_a_miss_and_its_client_hears_as_before(stream: bool) -> None:
+    async with served(slo="ttft=9s") as (client, b):
+        b.executor.hold()
+        answer = asyncio.create_task(client.complete(max_tokens=200, stream=stream))
+        await asyncio.to_thread(b.held)
+        closing = asyncio.create_task(asyncio.to_thread(b.engine.close, False))
+        while not b.engine.closed:
+            await asyncio.sleep(0.001)
+        b.executor.go()
+        await closing
+        if not stream:
+            assert (await answer).status_code == 503
+        assert '"code":"cancelled"' in (await answer).text.replace(" ", "")
+        record = b.heard.request()
+        told = (await client.get("/metrics")).text
+    assert (record.reason, record.cause) == (FinishReason.ERROR, "the engine was closed")
+    assert 'autotune_slo_violations_total{metric="completion"} 1.0' in told
+    assert 'autotune_requests_total{reason="error"} 1.0' in told
 
 
 async def test_what_would_come_too_late_is_429_with_a_hint_streamed_or_not() -> None:

@@ -14,7 +14,7 @@ from runtime.knobs import KNOBS
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.serving.histogram import BOUNDS, LatencyHistogram, bounds_with
 from runtime.serving.metrics import ServingMetrics
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.version import __version__
 from tests.building import request_record
 from tests.engines import Bench, bench
@@ -26,6 +26,7 @@ LATENCIES = {
     "e2e_latency": "e2e",
     "queue_time": "queue_time",
 }
+DEFAULT = {"class": "default"}
 
 
 class Scrape:
@@ -115,7 +116,7 @@ def test_counters_and_gauges() -> None:
             assert scrape(f"knob_{spec.name}") == getattr(b.engine.knobs, spec.name)
             assert scrape(f"knob_limit_{spec.name}") == getattr(b.engine.effective_limits, spec.name)
         assert scrape("epoch") == b.engine.epoch == 1
-        assert scrape("kv_blocks_total") == scrape("kv_blocks_free") == 1024 / 16
+        assert scrape("kv_blocks") == scrape("kv_blocks_free") == 1024 / 16
         assert scrape("kv_usage_ratio") == scrape("requests_running") == scrape("requests_waiting") == 0
         assert scrape("prompt_tokens_total") == sum(r.prompt_tokens for r in records) == 21
         assert scrape("output_tokens_total") == 30
@@ -136,7 +137,7 @@ def test_a_look_in_the_middle() -> None:
         b.executor.go()  # the look itself waits for a step to end
         scrape = Scrape(metrics)
         if scrape("requests_running") == 3:  # unless they ended meanwhile
-            assert scrape("kv_blocks_free") < scrape("kv_blocks_total") and scrape("kv_usage_ratio") > 0
+            assert scrape("kv_blocks_free") < scrape("kv_blocks") and scrape("kv_usage_ratio") > 0
         assert scrape("requests_total", reason="cancelled") == 0
         for stream in (*streams, waiting):
             stream.cancel()
@@ -202,15 +203,52 @@ def test_attainment_slides() -> None:
         ended(now, 0.05, FinishReason.REJECTED)
         ended(now, 0.05, FinishReason.CANCELLED)
         scrape = Scrape(metrics)
-        assert scrape("slo_window_requests") == 4 and scrape("slo_attainment") == 0.5
-        assert scrape("slo_attainment_low") < 0.5 < scrape("slo_attainment_high")
-        assert (scrape("slo_offered_total"), scrape("slo_met_total")) == (6, 2)
+        assert scrape("slo_window_requests", **DEFAULT) == 4 and scrape("slo_attainment", **DEFAULT) == 0.5
+        assert scrape("slo_attainment_low", **DEFAULT) < 0.5 < scrape("slo_attainment_high", **DEFAULT)
+        assert (scrape("slo_offered_total", **DEFAULT), scrape("slo_met_total", **DEFAULT)) == (6, 2)
         assert scrape("slo_violations_total", metric="ttft") == 3
         assert scrape("slo_violations_total", metric="completion") == 1
-        assert scrape("slo_target_seconds", **{"class": "default", "metric": "ttft"}) == 0.1
-        assert scrape("slo_attainment_target", **{"class": "default"}) == 0.9
+        assert scrape("slo_target_seconds", **DEFAULT, metric="ttft") == 0.1
+        assert scrape("slo_attainment_target", **DEFAULT) == 0.9
         metrics.window_s = 0.0
-        assert math.isnan(Scrape(metrics)("slo_attainment"))
+        assert math.isnan(Scrape(metrics)("slo_attainment", **DEFAULT))
+
+
+def test_attainment_is_of_each_class_against_its_own_target() -> None:
+    classes = [RequestClass("late", SLO(ttft_ms=900, attainment=0.5))]
+    with bench(slo=SLO(ttft_ms=100, attainment=0.9), classes=classes) as b:
+        metrics, now = ServingMetrics(b.engine), b.engine.clock.now()
+        for name, count in (("late", 3), ("default", 2), ("unknown", 1)):
+            for _ in range(count):
+                metrics.on_request(request_record([now], arrival=now - 0.5, finished=now, request_class=name))
+        scrape = Scrape(metrics)
+    late = {"class": "late"}
+    for labels, met, offered, target in ((late, 3, 3, 0.5), (DEFAULT, 0, 3, 0.9)):
+        assert scrape("slo_met_total", **labels) == met and scrape("slo_attainment", **labels) == met / offered
+        assert scrape("slo_offered_total", **labels) == scrape("slo_window_requests", **labels) == offered
+        assert scrape("slo_attainment_target", **labels) == target
+
+
+def test_a_request_is_judged_by_the_slo_of_when_it_came() -> None:
+    with bench(slo=SLO(e2e_ms=100_000)) as b:
+        metrics, now = ServingMetrics(b.engine), b.engine.clock.now()
+        metrics.on_request(request_record([now], arrival=now - 0.5, finished=now))
+        b.engine.set_slo(SLO(e2e_ms=100))
+        for begin in (now - 0.5, now, now + 5):
+            metrics.on_request(request_record([begin + 1], arrival=begin, finished=begin + 1))
+        scrape = Scrape(metrics)
+    assert (scrape("slo_met_total", **DEFAULT), scrape("slo_offered_total", **DEFAULT)) == (2, 4)
+    assert scrape("slo_target_seconds", **DEFAULT, metric="e2e") == 0.1
+
+
+def test_prompts_that_were_refused_are_not_in_the_hit_rate() -> None:
+    with bench() as b:
+        metrics = ServingMetrics(b.engine)
+        record = request_record([1.0], arrival=0.5, scheduled=0.6)._replace(cached_tokens=4)
+        metrics.on_request(record)
+        metrics.on_request(request_record(reason=FinishReason.REJECTED))
+        scrape = Scrape(metrics)
+    assert (scrape("prompt_tokens_total"), scrape("cached_prompt_tokens_total")) == (10, 4)
 
 
 def test_nothing_is_lost_or_told_twice_whoever_folds() -> None:

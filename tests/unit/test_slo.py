@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.records import FinishReason
-from runtime.slo import METRICS, SLO, RequestClass, attainment, find_slo, slo_for, wilson_interval
+from runtime.slo import METRICS, SLO, RequestClass, attainment, find_slo, in_percent, slo_for, wilson_interval
 from tests.building import request_record
 
 WRITE = "write ttft=500ms,tpot=50ms@99%"
@@ -208,6 +208,27 @@ def test_the_slo_of_a_class() -> None:
 def test_attainment_of_nothing() -> None:
     result = attainment([request_record(reason=FinishReason.CANCELLED)], SLO(ttft_ms=500))
     assert (result.share, result.low, result.high, result.cancelled) == (0.0, 0.0, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("met", "offered", "digits", "target", "text"),
+    [
+        (3999, 4000, 1, None, "99.98%"), (9999, 10_000, 1, 0.99, "99.99%"), (999_999, 1_000_000, 0, None, "99.9999%"),
+        (4000, 4000, 1, 0.99, "100.0%"), (250, 251, 0, None, "99.6%"), (0, 4, 1, 0.99, "0.0%"),
+        (989, 999, 1, 0.99, "98.999%"), (296, 299, 1, 0.99, "98.997%"), (990, 1000, 1, 0.99, "99.0%"),
+        (989, 999, 1, None, "99.0%"), (989, 999, 1, 0.95, "99.0%"), (1799, 2000, 0, 0.9, "89.95%"),
+        (99_951, 100_000, 1, 0.9996, "99.95%"), (99_961, 100_000, 1, 0.9996, "99.96%"),
+    ],
+)  # fmt: skip
+def test_rounding_hides_no_miss_and_crosses_no_target(
+    met: int, offered: int, digits: int, target: float | None, text: str
+) -> None:
+    assert in_percent(met / offered, digits, target=target) == text
+
+
+def test_an_error_of_arithmetic_is_no_miss() -> None:
+    below = math.nextafter(0.99, 0), math.nextafter(1.0, 0)
+    assert [in_percent(share, target=0.99) for share in below] == ["99.0%", "100.0%"]
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from autotune import control, simulate
 from autotune.cli.main import run as cli
+from autotune.cli.watch import _table
+from autotune.control.attainment import AttainmentTracker
 from autotune.control.decision_log import read_decisions
+from autotune.control.status import ClassStatus, Status
 from autotune.report.run import compose, html, read_run
 from autotune.report.run.story import Run
 from autotune.report.tables import latency
 from autotune.workload import Arrival
 from runtime.errors import InputError
-from runtime.records import RequestRecord
+from runtime.records import FinishReason, RequestRecord
+from runtime.request import SamplingParams
 from runtime.serving.record_log import RecordLog
-from runtime.slo import SLO, RequestClass, attainment
+from runtime.slo import SLO, Attainment, RequestClass, attainment
+from tests.building import request_record
 from tests.fakes import Records
 from tests.unit.control_world import VLLM, Formula, h200, poisson
 
@@ -82,7 +90,7 @@ def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[Requ
         share(after, {"default": TIGHT, ODD: BATCH}),
     )
     late = [p.at for p in run.slo_periods][1]
-    between = [r for r in after if r.arrival < late]  # came before the controller had looked
+    between = [r for r in after if r.arrival < late]  # came between the last two looks
     found = run.judged(run.records)
     assert found.offered == of + of_after and abs(found.met - met - met_after) <= len(between)
     assert found.share > attainment(records, TIGHT).share + 0.05, "the tightest for all would be wrong"
@@ -113,6 +121,96 @@ def test_an_older_log_has_one_slo(files: tuple[Path, Path, list[RequestRecord], 
     old.write_text(decisions[0]._replace(evidence={"slos": {"default": "fast"}}).as_json() + "\n")
     with pytest.raises(InputError, match='the SLOs of the attach at 0 s: "fast" is not a target'):
         read_run(old)
+
+
+def test_live_and_afterwards_a_request_is_judged_by_the_slo_of_when_it_came(
+    files: tuple[Path, Path, list[RequestRecord], float],
+) -> None:
+    log, requests, records, changed = files
+    run = read_run(log, requests)
+    late = [p.at for p in run.slo_periods][1]
+    assert 30 < late < changed, "it had been idle since then: who came after that came after the change"
+    told = next(d.evidence["outcomes"] for d in run.decisions if "outcomes" in d.evidence)
+    assert sum(one["met"] for one in told.values()) == run.judged(records).met
+    assert sum(one["offered"] for one in told.values()) == run.judged(records).offered
+
+
+def test_a_target_that_changes_while_requests_run_is_not_theirs(tmp_path: Path) -> None:
+    made, kept, log = engine(), Records(), tmp_path / "run.jsonl"
+    made.subscribe(kept)
+    with control(made, slo="e2e=100s", log=log) as attached:
+        for _ in range(20):
+            made.submit([1] * 100, SamplingParams(max_tokens=200))
+            made.wait(0.02)
+        made.set_slo(SLO(e2e_ms=1))
+        changed = made.clock.now()
+        assert not kept.requests
+        made.submit([1] * 100, SamplingParams(max_tokens=1))
+        made.run()
+        assert (attached.status().attainment.met, attached.status().attainment.offered) == (20, 21)
+    run = read_run(log)
+    assert run.judged(kept.requests).met == 20 and run.slo_periods[-1].at == changed
+
+
+def test_an_slo_from_no_time_is_said(tmp_path: Path) -> None:
+    log, found = tmp_path / "run.jsonl", {"slos": {"default": str(CHAT)}, "since": "now"}
+    with control(engine(), log=log) as attached:
+        attached._actuator.log("note", "", found)
+    with pytest.raises(InputError, match="the SLOs of the note at 0 s: since is 'now'; it must be a number"):
+        read_run(log)
+
+
+def test_all_figures_of_a_status_are_of_the_same_requests() -> None:
+    """Of the last 1,024, whatever of them completed: old latencies say nothing of what comes now."""
+    seen = AttainmentTracker(engine(), CHAT)
+    seen.look(0.0)
+    assert seen.changed() and set(seen.slos) == {"default", ODD}
+    for at in range(1000):
+        seen.add(request_record([at + 2.0, at + 2.1], arrival=at))
+    for at in range(5000, 6024):
+        served = at % 43 == 0
+        times = [at + 0.05, at + 0.07] if served else []
+        seen.add(
+            request_record(
+                times,
+                arrival=at,
+                reason=FinishReason.LENGTH if served else FinishReason.REJECTED,
+                request_class=ODD if at % 2 else "default",
+            )
+        )
+    whole, classes = seen.attainment(), seen.by_class()
+    assert (whole.met, whole.offered) == (24, 1024) and seen.rejections() == {"rejected": 1000}
+    assert {name: one.attainment.offered for name, one in classes.items()} == {"default": 512, ODD: 512}
+    assert sum(one.attainment.met for one in classes.values()) == 24
+    for one in classes.values():
+        assert one.latencies_ms["ttft"] == pytest.approx((50, 50)) and one.latencies_ms["tpot"] == pytest.approx(
+            (20, 20)
+        )
+    for at in range(7000, 8024):  # each of one token
+        seen.add(request_record([at + 0.05], arrival=at))
+    assert set(seen.by_class()["default"].latencies_ms) == {"ttft", "e2e"}
+    assert seen.by_class()[ODD].latencies_ms == {} and not seen.by_class()[ODD].attainment.offered
+
+
+def shown(status: Status) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(_table({"pid": 1, "controller": "p", **status.as_dict()}, []))
+    assert isinstance(console.file, io.StringIO)
+    return re.sub(" +$", "", console.file.getvalue(), flags=re.MULTILINE)
+
+
+def test_watch_says_where_there_is_no_latency_and_whose_target_it_is() -> None:
+    def status(**slos: SLO) -> Status:
+        found = Attainment(3, 4, 0, {})
+        classes = {name: ClassStatus(slo, found, {"ttft": (50.0, 60.0)}) for name, slo in slos.items()}
+        return Status(VLLM, "r", found, slos["default"], False, False, False, classes)
+
+    alone = shown(status(default=CHAT))
+    assert "75.0% of the last 4 (target 99%)" in alone and "p50 50 ms  p99 60 ms  target 300 ms" in alone
+    assert re.search(r"tpot +–  target 30 ms", alone) and "e2e" not in alone
+    several = shown(status(default=CHAT, late=SLO(ttft_ms=900, attainment=0.9)))
+    assert re.search(r"attainment +75.0% of the last 4$", several, re.MULTILINE)
+    assert f"75.0% of 4 within {CHAT}" in several and "within ttft=900ms@90%" in several
 
 
 @pytest.mark.usefixtures("socket_home")

@@ -11,8 +11,10 @@ from rich.console import Console
 from autotune import control
 from autotune.cli.watch import _table
 from autotune.control import attainment
+from autotune.control.status import ClassStatus, Status
 from runtime import Batcher
-from runtime.slo import SLO
+from runtime.knobs import Knobs
+from runtime.slo import SLO, Attainment
 from tests.unit.control_world import SimulatedEngine, h200, poisson
 
 CHAT = SLO(ttft_ms=500, tpot_ms=30)
@@ -58,6 +60,25 @@ def test_the_regime_takes_no_lock() -> None:
             asking.start()
             asking.join(60)
         assert found == [attached.status().regime] != ["learning"]
+
+
+def test_a_missed_target_is_not_shown_to_be_met() -> None:
+    """989 of 999 are 98.999%; with 3999 of 4000 not all were met."""
+    for met, offered, said in ((989, 999, "98.999% of the last 999"), (3999, 4000, "99.98% of the last 4000")):
+        found = Attainment(met, offered, 0, {})
+        one, other = (ClassStatus(SLO(ttft_ms=500, attainment=share), found, {}) for share in (0.99, 0.95))
+        for classes in ({"default": one}, {"default": one, "late": other}):
+            status = Status(Knobs(), "r", found, one.slo, False, False, False, classes)
+            console = Console(width=100, file=io.StringIO())
+            console.print(_table({"pid": 1, "controller": "p", **status.as_dict()}, []))
+            assert isinstance(console.file, io.StringIO)
+            shown = console.file.getvalue()
+            if len(classes) == 1:
+                assert f"{said} (target 99%)" in shown
+            else:
+                assert f"{said.partition(' ')[0]} of {offered} within ttft=500ms@99%" in shown
+                assert f"{'99.0%' if met == 989 else '99.98%'} of {offered} within ttft=500ms@95%" in shown
+    assert "attainment 99.98% of the last 4000" in str(status)
 
 
 def test_a_batcher_is_shown_with_the_knobs_it_has_and_what_is_open() -> None:

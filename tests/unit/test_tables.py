@@ -14,9 +14,11 @@ from autotune.cli.main import run
 from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
 from autotune.profile.parts import ClassPoint
+from autotune.profiling.points import point as pooled
 from autotune.report import profile_table as profiled_tables
 from autotune.report.simulation_tables import capacity_table, offered_sentence, simulated_table
 from autotune.report.tables import Detail, class_table, columns, empty_table, fullest, latency, turned
+from autotune.report.wording import percent, plus_minus
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO, RequestClass
@@ -121,6 +123,53 @@ def test_what_one_seed_tells_has_no_interval() -> None:
     some = two.model_copy(update={"met": 39})
     assert offered_sentence(10.0, [some], repeated=0).endswith("under 2 seeds. ( ) is a 95% interval over 2 seeds.")
     assert offered_sentence(10.0, [one], repeated=0).endswith("40 requests under 1 seed.")
+
+
+def test_what_misses_its_target_is_not_shown_to_meet_it() -> None:
+    """Nor is anything shown to have met all where it did not."""
+    missed = pooled([measured(SMALL, 296, offered=299)])
+    for point in (missed, missed.model_copy(update={"attainment": 0.99})):  # a profile of before has it rounded
+        assert "98.997%" in shown(simulated_table([point], TARGET, None, 160), 160)
+    met = pooled([measured(SMALL, 3999, offered=4000)])
+    assert "99.98%" in shown(simulated_table([met], TARGET, None, 160), 160)
+    made = profile(findings(measured(SMALL, 296, offered=299), measured(VLLM, 250, offered=299)))
+    assert "98.997% (" in shown(profiled_tables.table(made, 160), 160)
+    assert (percent(296 / 299), percent(296 / 299, target=0.99), percent(3999 / 4000)) == ("99.0%", "98.997%", "99.98%")
+    assert (percent(0.99961), percent(0.9996, 0), percent(0.71), percent(1.0)) == ("99.96%", "100%", "71%", "100%")
+
+
+def test_an_interval_wider_than_the_goodput_itself_is_not_shown() -> None:
+    """As Student's t over two seconds has; of profiles of before, too."""
+    some = findings(measured(SMALL, 20, blocks=[(20, 19), (20, 1)]), measured(VLLM, 20, blocks=[(20, 10), (20, 10)]))
+    wide, narrow = profile(some), profile(findings(measured(SMALL, 40), measured(VLLM, 20)))
+    assert wide.points[0].goodput.half is None and wide.points[1].goodput.half == 0
+    assert plus_minus(wide.points[0]) == "5.00" and plus_minus(wide.points[1]).startswith("5.00 ± ")
+    for made, count in ((wide, 1), (narrow, 2)):
+        console = Console(width=160, file=StringIO(), record=True)
+        profiled_tables.show(made, console)
+        text = " ".join(console.export_text().split())
+        assert text.count(" ± ") - text.count("no ±") == count
+        assert ("where there is no ± the windows were too short for one" in text) == (made is wide)
+
+
+def test_weights_are_said_where_goodput_counts_by_them() -> None:
+    one = sluggish().points[0]
+    by_weight = "In goodput, each request counts by the weight of its class."
+    seen = ClassPoint(
+        weight=0.5, offered=40, met=40, attainment=1.0, throughput=1.0, ttft_p99_ms=None, tpot_p99_ms=None, e2e_p99_ms=None
+    )  # fmt: skip
+    weighed = one.model_copy(update={"classes": {"chat": seen}})
+    assert offered_sentence(10.0, [weighed], repeated=0).endswith(f"40 requests under 1 seed. {by_weight}")
+    assert by_weight not in offered_sentence(10.0, [one], repeated=0)
+
+
+def test_the_rate_offered_is_the_one_that_came() -> None:
+    """In 4 s, at a nominal 10 req/s, 39 requests came, or 39 to 42 under other seeds."""
+    for others, said in ((39, "of 9.75 req/s offered to every setting alike;"), (42, "of 9.75 to 10.5 req/s offered;")):
+        made = profile(findings(measured(SMALL, 39, offered=39), measured(VLLM, 20, offered=others)))
+        console = Console(width=160, file=StringIO(), record=True)
+        profiled_tables.show(made, console)
+        assert f"those that met the SLO, {said}" in " ".join(console.export_text().split())
 
 
 def test_what_has_no_target_goes_last() -> None:

@@ -214,4 +214,6 @@ def facts_of(config: Any, steering: Steering) -> Facts:
         version=str(vllm.__version__),
         graphs=graphs_of(config),
         tile=tile_on(model.device),
+        kv_block_size=config.cache_config.block_size,  # it schedules by a multiple of the blocks of all groups
+        kv_bytes=kv.bytes or None,
     )

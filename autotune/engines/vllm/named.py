@@ -135,10 +135,12 @@ class NamedVllm:
     def with_classes(self, classes: Iterable[RequestClass]) -> NamedVllm:
         return replace(self, classes=tuple(classes))
 
-    def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> NamedVllm:
+    def as_profiled(self, kv_tokens: int, block_size: int | None, prefix_cache: bool, threads: int | None) -> NamedVllm:
         """``threads`` are what ``OMP_NUM_THREADS`` says: vLLM has no argument for them."""
-        options = {"enable_prefix_caching": prefix_cache, **self.options, "block_size": block_size}
-        return replace(self, options=options, block_size=block_size, kv_tokens=kv_tokens)
+        options = {"enable_prefix_caching": prefix_cache, **self.options}
+        if block_size is None:
+            return replace(self, options=options, kv_tokens=kv_tokens)
+        return replace(self, options=options | {"block_size": block_size}, block_size=block_size, kv_tokens=kv_tokens)
 
     def _blocks_for(self, engine: VllmEngine) -> int | None:
         """How many blocks hold ``kv_tokens`` in a model whose layers take blocks in several groups, which is not known before it

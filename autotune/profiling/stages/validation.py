@@ -336,7 +336,8 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
         if self._objective.name != "goodput":
             return self._objective.said(point, unit)
         mine = point.goodput
-        return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} {unit} within the SLO"
+        half = "" if mine.half is None else f" ± {mine.half:.1f}"
+        return f"best {mine.mean:.1f}{half} {unit} within the SLO"
 
 
 def _behaviour(one: Candidate) -> list[float]:

@@ -9,6 +9,7 @@ from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, la
 from autotune.report.section import Section, absent
 from autotune.report.standing import limit
 from autotune.report.wording import listed, ms, number, percent
+from runtime.slo import share_met
 
 KEY, TOPIC = "capacity", "How much it carries"
 
@@ -21,9 +22,10 @@ def section(evidence: Evidence) -> Section:
     if len(found.tried) < 2:
         return absent(KEY, TOPIC, f"Only one rate was tried{_why_one(evidence.profile)}, so there is no curve to show.")
     tried = sorted(found.tried, key=lambda p: p.offered_rate)
-    xs, ys = [p.offered_rate for p in tried], [100 * p.attainment for p in tried]
+    xs, ys = [p.offered_rate for p in tried], [100 * share_met(p) for p in tried]
     hover = [
-        f"<b>{number(p.offered_rate)} req/s offered</b><br>{percent(p.attainment)} of {p.offered:,} requests met the SLO"
+        f"<b>{number(p.offered_rate)} req/s offered</b>"
+        f"<br>{percent(share_met(p), target=target)} of {p.offered:,} requests met the SLO"
         f"<br>95% interval {percent(p.attainment_low, 0)} to {percent(p.attainment_high, 0)}"
         f"<br>p99: TTFT {ms(p.ttft_p99_ms)}, TPOT {ms(p.tpot_p99_ms)}"
         for p in tried

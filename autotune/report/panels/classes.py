@@ -7,6 +7,7 @@ from autotune.report.evidence import Evidence
 from autotune.report.section import Section, Table
 from autotune.report.tables import class_rows
 from autotune.report.wording import number, percent, target_share
+from runtime.slo import share_met
 
 
 def sections(evidence: Evidence) -> tuple[Section, ...]:
@@ -26,7 +27,7 @@ def sections(evidence: Evidence) -> tuple[Section, ...]:
             row.name,
             str(row.slo),
             f"{row.seen.weight:g}",
-            percent(row.seen.attainment) if row.seen.offered else "–",
+            percent(share_met(row.seen), target=row.slo.attainment) if row.seen.offered else "–",
             target_share(row.slo.attainment),
             f"{row.seen.offered:,}",
             number(row.seen.throughput, 4),
@@ -35,7 +36,7 @@ def sections(evidence: Evidence) -> tuple[Section, ...]:
         for row in found
     ]
     short = [
-        f"{row.name} falls short of its SLO at this rate ({percent(row.seen.attainment)})"
+        f"{row.name} falls short of its SLO at this rate ({percent(share_met(row.seen), target=row.slo.attainment)})"
         for row in found
         if row.point is chosen.point and row.missed
     ]

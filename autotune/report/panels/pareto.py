@@ -259,7 +259,7 @@ def _hover(objective: Objective, found: MeasuredTrial | Point, called: str = "")
     said = reached(objective, found)
     if isinstance(found, Point):
         head = f"<b>{plain(called)}</b>, {STAGES[found.stage]}"
-        if objective.interval(found) is not None:
+        if objective.interval(found) is not None and found.goodput.half is not None:
             said = f"{objective.measure.reads.format(plus_minus(found))} (95% interval)"
     else:
         head = f"trial {found.number}, {STAGES[found.stage]}" if found.number >= 0 else STAGES[found.stage]

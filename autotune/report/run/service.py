@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import inf
 
 from autotune.report.figure import Label, Plot, Trace, View, axis, layout, line, log_axis, rule
 from autotune.report.run.story import Run
@@ -33,17 +33,18 @@ def attainment(run: Run) -> Section:
         line(x, [100 * f.share for _, f in bins], colour="@accent"),
     ]
     shares = {100 * slo.attainment for period in run.slo_periods for slo in period.slos.values()}
+    met = percent(whole.share, target=None if run.slo is None else run.slo.attainment)
     y = axis("% of requests", range=[-2, 103], ticksuffix="%")
     labels = [Label(x[-1], share, f"target {share:g}%", "@target") for share in sorted(shares)]
     plot = Plot(
         "attainment",
         "Requests within every target, by when they came",
-        f"{percent(whole.share)} of {whole.offered} requests met the SLO.",
+        f"{met} of {whole.offered} requests met the SLO.",
         [View("", data, layout(axis("s"), y, shapes=[rule(y=share) for share in sorted(shares)]), labels)],
     )
     seconds = max(run.end - run.start, 1e-9)
     what = str(run.slo) if run.slo is not None else "the SLO of its class when it came"
-    title = f"{percent(whole.share)} of {whole.offered} requests within {what}: {number(whole.met / seconds)} a second"
+    title = f"{met} of {whole.offered} requests within {what}: {number(whole.met / seconds)} a second"
     missed = [[name, str(count)] for name, count in Counter(whole.violations).most_common()]
     tables = (Table(("target missed", "requests"), missed, numeric=frozenset({1})),) if missed else ()
     if run.slo is None:
@@ -54,13 +55,17 @@ def attainment(run: Run) -> Section:
 def _by_slo(run: Run) -> Table:
     """A row for each SLO that a class had."""
     rows = []
-    starts = [period.at for period in run.slo_periods]
+    starts = run.slo_starts
+    some: dict[tuple[str, int], list[RequestRecord]] = {}
+    for record in run.records:
+        some.setdefault((run.class_of(record), bisect_right(starts, record.arrival) - 1), []).append(record)
     for name in run.classes:
-        for begin, end in pairwise([*starts, inf]):
-            some = [r for r in run.records if run.class_of(r) == name and begin <= r.arrival < end]
-            if found := run.judged(some) if some else None:
+        for index, begin in enumerate(starts):
+            if found := run.judged(some[name, index]) if (name, index) in some else None:
                 since = number(begin - run.start)
-                rows.append([name, since, str(run.slo_of(name, begin)), str(found.offered), percent(found.share)])
+                slo = run.slo_of(name, begin)
+                share = percent(found.share, target=None if slo is None else slo.attainment)
+                rows.append([name, since, str(slo), str(found.offered), share])
     return Table(("class", "from s", "SLO", "requests", "attainment"), rows, numeric=frozenset({1, 3, 4}))
 
 
@@ -68,11 +73,12 @@ def latencies(run: Run) -> Section:
     """Median and 99th percentile of each targeted metric of each class, by when requests came."""
     key, topic = "latency", "Latencies"
     classes = run.classes
+    served = _served(run)
     plots = [
         made
         for index, name in enumerate(classes)
         for metric in METRICS
-        if (made := _latency(run, name, metric, None if len(classes) == 1 else index)) is not None
+        if (made := _latency(run, served, name, metric, None if len(classes) == 1 else index)) is not None
     ]
     if not plots:
         if not run.records or not run.slo_periods:
@@ -97,21 +103,23 @@ def rejected(run: Run) -> Section:
         )
     if not causes:
         return Section(key, topic, "Nobody was rejected", lead)
-    count = sum(causes.values())
-    rows = [[cause, str(n), percent(n / len(run.records))] for cause, n in causes.most_common()]
+    count, offered = sum(causes.values()), sum(r.offered for r in run.records)
+    rows = [[cause, str(n), percent(n / offered)] for cause, n in causes.most_common()]
     stretches = [
-        (at, sum(r.reason is FinishReason.REJECTED for r in some), len(some)) for at, some in binned(run) if some
+        (at, sum(r.reason is FinishReason.REJECTED for r in some), of)
+        for at, some in binned(run)
+        if (of := sum(r.offered for r in some))
     ]
     data = [line([at for at, _, _ in stretches], [100 * n / of for _, n, of in stretches], colour="@bad")]
     plot = Plot(
         "rejected",
         "Share of requests rejected, by when they came",
-        f"{count} of {len(run.records)} requests were rejected.",
+        f"{count} of {offered} requests were rejected.",
         [View("", data, layout(axis("s"), axis("% of requests", rangemode="tozero", ticksuffix="%")))],
         240,
     )
     table = Table(("why", "requests", "share"), rows, numeric=frozenset({1, 2}))
-    return Section(key, topic, f"{percent(count / len(run.records))} were rejected", lead, (plot,), (table,))
+    return Section(key, topic, f"{percent(count / offered)} were rejected", lead, (plot,), (table,))
 
 
 def binned(run: Run) -> Iterator[tuple[float, list[RequestRecord]]]:
@@ -130,22 +138,37 @@ def binned(run: Run) -> Iterator[tuple[float, list[RequestRecord]]]:
         yield (index + 0.5) * width, bins[index]
 
 
-def _latency(run: Run, request_class: str, name: str, index: int | None) -> Plot | None:
+_Stretches = Mapping[str, Mapping[float, Sequence[RequestRecord]]]
+"""By class and the middle of each stretch of time."""
+
+
+def _served(run: Run) -> _Stretches:
+    """The requests that completed."""
+    found: dict[str, dict[float, list[RequestRecord]]] = {name: {} for name in run.classes}
+    for at, some in binned(run):
+        for record in some:
+            if record.completed:
+                found[run.class_of(record)].setdefault(at, []).append(record)
+    return found
+
+
+def _latency(run: Run, served: _Stretches, request_class: str, name: str, index: int | None) -> Plot | None:
     """``index``: of the class among several; None if it is alone."""
     target = _target(run, request_class, name)
+    bounds = [ms for _, ms in target if ms is not None]
+    if not bounds:
+        return None
     x: list[float] = []
     middle: list[float] = []
     high: list[float] = []
-    for at, some in binned(run):
-        mine = [r for r in some if r.completed and run.class_of(r) == request_class]
+    for at, mine in served[request_class].items():
         values = [1e3 * v for r in mine if (v := _value(r, name)) is not None]
         low_, high_ = percentile(values, 50), percentile(values, 99)
         if low_ is not None and high_ is not None and low_ > 0:
             x.append(at)
             middle.append(low_)
             high.append(high_)
-    bounds = [ms for _, ms in target if ms is not None]
-    if not x or not bounds:
+    if not x:
         return None
     data = [line(x, middle, colour="@accent"), line(x, high, colour="@faint")]
     data.append(
@@ -166,8 +189,7 @@ def _latency(run: Run, request_class: str, name: str, index: int | None) -> Plot
 def _target(run: Run, request_class: str, name: str) -> list[tuple[float, float | None]]:
     """The line of a target over time: (seconds since the attachment, ms), None where there was none."""
     points: list[tuple[float, float | None]] = []
-    starts = [period.at for period in run.slo_periods]
-    for begin, end in pairwise([*starts, run.end]):
+    for begin, end in pairwise([*run.slo_starts, run.end]):
         slo = run.slo_of(request_class, begin)
         ms = None if slo is None else slo.targets_ms[name]
         points += [(begin - run.start, ms), (end - run.start, ms)]
@@ -175,7 +197,8 @@ def _target(run: Run, request_class: str, name: str) -> list[tuple[float, float 
 
 
 def _value(record: RequestRecord, name: str) -> float | None:
-    return {"ttft": record.ttft, "tpot": record.tpot, "e2e": record.e2e, "itl": record.itl_p99}[name]
+    value: float | None = getattr(record, "itl_p99" if name == "itl" else name)
+    return value
 
 
 def _band(x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> Trace:

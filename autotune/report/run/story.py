@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ class Run:
         """On the engine's clock, s."""
         return self.decisions[0].at
 
-    @property
+    @cached_property
     def end(self) -> float:
         """Of what is known of it, on the engine's clock."""
         return max(self.decisions[-1].at, max((r.finished for r in self.records), default=self.start))
@@ -56,10 +57,15 @@ class Run:
         every = {slo for period in self.slo_periods for slo in period.slos.values()}
         return every.pop() if len(every) == 1 else None
 
-    @property
+    @cached_property
     def classes(self) -> list[str]:
         """Those with an SLO of their own that sent requests, by name."""
         return sorted({self.class_of(record) for record in self.records})
+
+    @cached_property
+    def slo_starts(self) -> list[float]:
+        """When each of ``slo_periods`` began."""
+        return [period.at for period in self.slo_periods]
 
     def class_of(self, record: RequestRecord) -> str:
         """The name under which the SLO to ``record`` goes."""
@@ -84,7 +90,7 @@ class Run:
         return self.slo_periods[self._period(at)].slos if self.slo_periods else {}
 
     def _period(self, at: float) -> int:
-        return max(0, bisect_right([period.at for period in self.slo_periods], at) - 1)
+        return max(0, bisect_right(self.slo_starts, at) - 1)
 
     @property
     def day(self) -> str:
@@ -106,7 +112,7 @@ def read_run(log: Path, records: Path | None = None, *, decisions: Iterable[Deci
     lacking = (
         [] if first == 0 else [f"The log holds earlier runs as well; this is the last, from decision {first + 1} on."]
     )
-    slo_periods = tuple(SLOsFrom(d.at, slos) for d in last if (slos := _slos(d, log)))
+    slo_periods = tuple(SLOsFrom(_since(d, log), slos) for d in last if (slos := _slos(d, log)))
     kept: tuple[RequestRecord, ...] = ()
     unrecorded = "Without --records only decisions are known, and not how the requests fared."
     if records is not None:
@@ -142,6 +148,16 @@ def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
         return found
     except (ValueError, AttributeError) as error:
         raise InputError(f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
+
+
+def _since(decision: Decision, log: Path) -> float:
+    """From when on the SLOs that a decision states were in force: where it does not say, as in older logs, from itself."""
+    since = decision.evidence.get("since", decision.at)
+    if not isinstance(since, int | float):
+        raise InputError(
+            f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: since is {since!r:.40}; it must be a number"
+        )
+    return float(since)
 
 
 def _read(path: Path) -> list[tuple[RequestRecord, str]]:

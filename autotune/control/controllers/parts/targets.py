@@ -38,6 +38,7 @@ class Targets(NamedTuple):
 
 
 assert Targets._fields == tuple(SLO(ttft_ms=1).targets_ms)
+_NO_TARGETS = Targets(math.inf, math.inf, math.inf, math.inf)
 
 
 class SLOTargets:
@@ -58,7 +59,7 @@ class SLOTargets:
         self._shares: dict[str, float] = {}
         self._outputs: dict[str, Recent] = {}
         self.floor = 0.0
-        self._tighten()
+        self._count()
 
     def of(self, request_class: str) -> SLO | None:
         return find_slo(self._slos, request_class)
@@ -76,7 +77,7 @@ class SLOTargets:
         if dict(slos) == self._slos:
             return False
         self._slos = dict(slos)
-        self._tighten()
+        self._count()
         return True
 
     def no_step_below(self, seconds: float) -> bool:
@@ -84,7 +85,7 @@ class SLOTargets:
         if _AGAIN * self.floor <= seconds <= self.floor:
             return False
         before, self.floor = self.unmet, seconds
-        self._tighten()
+        self._count()
         return self.unmet != before
 
     def saw(self, request_class: str, output_tokens: int | None = None) -> None:
@@ -94,34 +95,44 @@ class SLOTargets:
             return
         if output_tokens is not None:
             self._outputs.setdefault(name, Recent(256)).add(output_tokens)
-        before = self._served()
         self._shares = {n: share * (1 - _MEMORY) for n, share in self._shares.items() if share > _GONE / 10}
         self._shares[name] = self._shares.get(name, 0.0) + _MEMORY
-        if self._served() != before:
-            self._tighten()
+        served = self._now_served()
+        if served != self._served:
+            self._tighten(served)
 
-    def _served(self) -> frozenset[str]:
+    def _now_served(self) -> frozenset[str]:
         return frozenset(n for n, share in self._shares.items() if share > _GONE and n in self._slos)
 
-    def _tighten(self) -> None:
-        served = self._served() or self._slos.keys()
-        left_out = {name: self._too_short(slo) for name, slo in self._slos.items()}
-        self._counted = {name: Targets.of(slo, left_out[name]) for name, slo in self._slos.items()}
-        counted = {name: targets for name, targets in self._counted.items() if name in served}
-        self.step = min((min(t.tpot, t.itl) for t in counted.values()), default=math.inf) / 1e3
-        self.mean = min((t.tpot for t in counted.values()), default=math.inf) / 1e3
-        self.gap = min((t.itl for t in counted.values()), default=math.inf) / 1e3
-        self.firsts = {name: min(t.ttft, t.e2e) / 1e3 for name, t in counted.items()}
-        self.first = min(self.firsts.values(), default=math.inf)
+    def _count(self) -> None:
+        """The SLOs are others, or the shortest step is: which targets of each class count."""
+        slos = self._slos
+        self._places = {name: place for place, name in enumerate(slos)}
+        self._left_out = {name: self._too_short(slo) for name, slo in slos.items()}
+        self._counted = {name: Targets.of(slo, self._left_out[name]) for name, slo in slos.items()}
+        self._all_firsts = {name: min(t.ttft, t.e2e) / 1e3 for name, t in self._counted.items()}
         firsts = [min(t.ttft, t.e2e) for t in self._counted.values()]
-        # others than those named have no target
-        self.mixed = "default" not in self._slos or max(firsts) > _LOOSER * min(firsts)
-        self._wholes = {name: t.e2e / 1e3 for name, t in counted.items() if t.e2e < math.inf}
-        self.whole = min(self._wholes.values(), default=math.inf)
-        self.left_out = any(left_out.values())
-        unsure = self.left_out or any(slo.e2e_ms is not None for slo in self._slos.values())
-        self.shortest = 0.0 if unsure else step_target(self._slos)
-        self.unmet = ", ".join(self._named(name, left_out[name]) for name in counted if left_out[name])
+        self.mixed = "default" not in slos or max(firsts) > _LOOSER * min(firsts)  # those not named have no target
+        self.left_out = any(self._left_out.values())
+        unsure = self.left_out or any(slo.e2e_ms is not None for slo in slos.values())
+        self.shortest = 0.0 if unsure else step_target(slos)
+        self._tighten(self._now_served())
+
+    def _tighten(self, served: frozenset[str]) -> None:
+        """The tightest targets of the classes ``served``. With many classes these are others at every request, so that nothing is
+        made anew of all."""
+        self._served = served
+        names = sorted(served or self._slos, key=self._places.__getitem__)
+        counted = [self._counted[name] for name in names]
+        tightest = Targets(*map(min, zip(_NO_TARGETS, *counted, strict=True)))
+        self.step = min(tightest.tpot, tightest.itl) / 1e3
+        self.mean = tightest.tpot / 1e3
+        self.gap = tightest.itl / 1e3
+        self.firsts = {name: self._all_firsts[name] for name in names}
+        self.first = min(tightest.ttft, tightest.e2e) / 1e3
+        self._wholes = {name: t.e2e / 1e3 for name, t in zip(names, counted, strict=True) if t.e2e < math.inf}
+        self.whole = tightest.e2e / 1e3
+        self.unmet = ", ".join(self._named(name, self._left_out[name]) for name in names if self._left_out[name])
 
     def _too_short(self, slo: SLO) -> tuple[str, ...]:
         """The metrics of token times that no step is short enough for."""
