@@ -545,8 +545,8 @@ def test_misses_teach_knobs_that_stay_where_they_started() -> None:
 
 def test_target_is_the_tightest_of_tpot_and_itl() -> None:
     made = PredictiveController(SLO(tpot_ms=50, itl_ms=20), VLLM)
-    assert made._steps.target == pytest.approx(0.02)
-    assert PredictiveController(SLO(ttft_ms=50), VLLM)._steps.target == math.inf
+    assert made.target == pytest.approx(0.02)
+    assert PredictiveController(SLO(ttft_ms=50), VLLM).target == math.inf
 
 
 @pytest.mark.parametrize("budgeted", [True, False], ids=["budgets", "knobs"])

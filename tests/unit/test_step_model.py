@@ -125,7 +125,8 @@ def test_a_change_of_speed_is_one_of_the_unit() -> None:
     other, made = RecursiveLeastSquares(3), RecursiveLeastSquares(3)
     for i in range(600):
         x = [1.0, dice.random(), 4 * dice.random()]
-        y = 1.0 + 0.3 * x[1] + dice.gauss(0, 0.1)  # the third costs nothing, so its coefficient is held at 0 half of the time
+        # The third costs nothing, so that its coefficient is held at 0 half of the time.
+        y = 1.0 + 0.3 * x[1] + dice.gauss(0, 0.1)
         scale = 1e-9 ** (i // 100) if i < 500 else 1e9
         if i and i % 100 == 0:
             made.rescale(1e-9 if i < 500 else 1e45)

@@ -106,6 +106,11 @@ class PredictiveController:
     def model(self) -> StepLearner:
         return self._learned.model
 
+    @property
+    def target(self) -> float:
+        """Seconds that a step may take on average, for the tightest of the classes served lately; inf when nothing bounds it."""
+        return self._steps.target
+
     def set_slos(self, slos: Mapping[str, SLO]) -> None:
         """The SLO of each class from now on. What the old SLOs taught is forgotten."""
         if self._targets.change(slos):
@@ -242,7 +247,7 @@ class PredictiveController:
         ``HOPELESS``.
         """
         requests = self._traffic.requests(self._usual.per_second)
-        target = self._steps.target / self._gain.value
+        target = self.target / self._gain.value
         below = constants.HOPELESS
         if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
             return below
@@ -288,7 +293,7 @@ class PredictiveController:
         if ready and alone > targets.shortest and targets.no_step_below(min(self._predicted(1), alone)):
             self._gain.clear()  # it was taught by targets that no longer bound steps, or did not yet
             self._comparison.forget()
-        target = self._steps.target
+        target = self.target
         whole = targets.whole < math.inf == targets.step  # how long a step may take follows from how long answers are
         learning = not ready or ((self._budgeted or whole) and len(traffic.outputs) < 4)
         if target == math.inf and ready and (targets.unmet or not learning):
@@ -383,7 +388,7 @@ class PredictiveController:
         start = min(self.start.max_batch_size, top)
         if self._most < 1 or self._unsteady or (self._budgeted and self.model.error > constants.UNRELIABLE):
             return start
-        return 1 if self._most >= min(start, at_once) else min(start, self._traffic.in_time(self._steps.target))
+        return 1 if self._most >= min(start, at_once) else min(start, self._traffic.in_time(self.target))
 
     @property
     def _unsteady(self) -> bool:
