@@ -60,7 +60,7 @@ def knobs() -> str:
         figures = (spec.low, spec.high, getattr(Knobs(), spec.name), getattr(limits, spec.name))
         lines.append(f"| `{spec.name}` | {spec.unit} | {' | '.join(f'{n:,.10g}' for n in figures)} | {spec.doc} |")
     lines += ["", "## Controllers", "", "| name | controls | what it does |", "|---|---|---|"]
-    for names, kind in ((CONTROLLERS, "engines"), (OF_BATCHERS, "batchers")):
+    for names, kind in ((CONTROLLERS, "engines, batchers"), (OF_BATCHERS, "batchers")):
         for name, make in names.items():
             module = make.__module__.removeprefix(f"{controllers.__name__}.").partition(".")[0]
             about = str(import_module(f"{controllers.__name__}.{module}").__doc__).partition("\n\n")[0]

@@ -216,14 +216,15 @@ class EngineCore:
         last_end = now if behind is not None or self._last_end == -inf else self._last_end  # of decodes' latest tokens
         token_deadlines = slack.token_deadlines(now, decodes.step, last_end)
         decode_slack = min([left for _, left in token_deadlines]) if token_deadlines else inf
+        fixed, pending = slack.fixed_and_pending(now)
         epoch, knobs = self.settings.current
         return SchedulerView(
             now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
             decodes.context, scheduler.free_blocks, scheduler.kv.total, inf if oldest is None else oldest.request.arrival,
-            min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.settings.effective_limits,
+            min(fixed, decode_slack), decode_slack, knobs, epoch, self.settings.effective_limits,
             slack.step_time_target, in_progress, token_deadlines, waiting.relegated_tokens,
             None if behind is None else StepFeatures.of_plan(behind.plan),
-            0.0 if behind is None else max(behind.start, self._last_end), slack.pending(now),
+            0.0 if behind is None else max(behind.start, self._last_end), pending,
         )  # fmt: skip
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
@@ -232,7 +233,8 @@ class EngineCore:
 
         Where the executor overlaps steps, the step whose outcome is returned was launched by the call before, and another one is
         in flight when it returns, if there is one to run."""
-        self.undelivered = finished = list[Finished]()
+        finished: list[Finished] = []
+        self.undelivered = finished
         expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
         if self._unordered:
             self._end_unordered(now, finished)
@@ -264,7 +266,7 @@ class EngineCore:
                 self.executor.release(sequence)
             finished += ended
         record = self._record(plan, result, now)
-        self._idled = not scheduler.has_work
+        self._idled = not (record.running or record.waiting)
         if result.oom or self.memory.lowered:
             self._learn_memory(plan, result)
         if scheduler.admission is not None:
@@ -430,10 +432,11 @@ class EngineCore:
             decode_context += sum([draft.start + draft.count for draft in drafts])
             drafted = sum([len(draft.drafted) for draft in drafts])
             accepted = sum([count for _, count in result.accepted])
+        free = scheduler.free_blocks if scheduler.by_chunk else scheduler.kv.free
         return StepRecord(  # by position: names take twice as long, here and wherever a step makes a wide record
             now, ends[-1], len(ends), decodes, decode_context, len(chunks), tokens, context, attention,
             decodes + sampled + accepted, len(scheduler.prefills) + len(scheduler.decodes.members),
-            waiting.count, waiting.tokens, scheduler.free_blocks, preemptions, epoch, budget_used, limited_by, failed, drafted,
+            waiting.count, waiting.tokens, free, preemptions, epoch, budget_used, limited_by, failed, drafted,
             accepted, after_idle,
         )  # fmt: skip
 

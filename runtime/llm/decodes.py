@@ -122,9 +122,8 @@ class Decodes(DecodeSet):
             count = len(bucket)
             if count > kv.free:
                 return False
-            blocks = iter(kv.take(count))
-            for sequence in bucket:
-                sequence.blocks.append(next(blocks))
+            for sequence, block in zip(bucket, kv.take(count), strict=True):
+                sequence.blocks.append(block)
         return True
 
     @property
@@ -159,9 +158,8 @@ class Decodes(DecodeSet):
             growing: list[Sequence] = []
             for step in range(self.step + 1, self.step + count):
                 growing += wheel[step % size]
-            blocks = iter(self._kv.take(len(growing)))
-            for sequence in growing:
-                sequence.blocks.append(next(blocks))
+            for sequence, block in zip(growing, self._kv.take(len(growing)), strict=True):
+                sequence.blocks.append(block)
         self.step += count
         self.grown = False
         self.context += (len(self.members) - len(self._aside)) * count

@@ -183,14 +183,14 @@ class Engine(TunableEngine):
         ``sampling`` are fields of :class:`SamplingParams` that replace those of ``params``, such as ``max_tokens=8``. Higher
         ``priority`` goes first under the ordering ``priority``, where a level outweighs ten seconds of waiting. ``tenant``:
         whose it is, for the ordering ``fair`` and a prefix cache by tenant. ``request_class``: whose SLO it has, one of the
-        engine's classes or ``default``. ``deadline_s`` from now orders requests and cancels nothing; after ``timeout_s``
-        seconds the request ends, whatever its state. ``request_id`` (``#1``, ``#2``, … unless given) names it in records,
-        errors and :meth:`cancel`. ``arrival``: when it came, on ``clock``, if that was before this call; all its times count
-        from there.
+        engine's classes or ``default``; an engine without ``classes`` takes any name, with the SLO of ``default``.
+        ``deadline_s`` from now orders requests and cancels nothing; after ``timeout_s`` seconds the request ends, whatever
+        its state. ``request_id`` (``#1``, ``#2``, … unless given) names it in records, errors and :meth:`cancel`.
+        ``arrival``: when it came, on ``clock``, if that was before this call; all its times count from there.
 
         Raises ``ValueError`` for a prompt that is empty, holds unknown token ids, or is too long with ``max_tokens`` for the
-        context or the KV pool, for an unknown class and for the id of another live request; ``TypeError`` for an unknown
-        name; :class:`RejectedError` if the queue is full or the engine closed.
+        context or the KV pool, for a class that is not among ``classes`` and for the id of another live request;
+        ``TypeError`` for an unknown name; :class:`RejectedError` if the queue is full or the engine closed.
         """
         now = self.clock.now()
         if arrival is None:

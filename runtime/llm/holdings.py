@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import takewhile
 from typing import Final
 
 from runtime.llm.kv_blocks import KVBlocks
@@ -50,6 +49,8 @@ class Holdings:
         self.hasher = hasher
         self.worth_waiting = WORTH_WAITING
         self._coming = ComingPrefixes(kv.total)
+        self.settled = self._coming.drop
+        """The prompt of a sequence is computed and published, or will not be, or not before those of others."""
         self._did_not_fit: tuple[Sequence, int, int] | None = None  # and the blocks and known content there were for it
 
     def uncached(self, sequence: Sequence) -> int:
@@ -59,25 +60,17 @@ class Holdings:
         known = len(self._kv.lookup(sequence.hashes, (sequence.target - 1) // self._kv.block_size))
         return sequence.target - known * self._kv.block_size
 
-    def count(self, sequence: Sequence) -> None:
-        """``sequence`` is about to wait: count what it has to compute, without what others are going to compute before."""
-        size = self._kv.block_size
-        sequence.uncached = sequence.pending = self.uncached(sequence)
-        if self._coming and sequence.hashes:
-            known = (sequence.target - sequence.uncached) // size
-            shared = takewhile(self._coming.__contains__, sequence.hashes[known : (sequence.target - 1) // size])
-            sequence.pending -= size * len(list(shared))
-
     def queued(self, sequence: Sequence) -> None:
-        """``sequence`` waits: others count on what it is going to compute."""
+        """``sequence`` waits: count what it has to compute, without what others are going to compute before, and have others
+        count on it."""
+        sequence.uncached = sequence.pending = target = sequence.target
         if sequence.hashes:
             size = self._kv.block_size
-            known = (sequence.target - sequence.uncached) // size
-            self._coming.add(sequence, sequence.hashes[known : sequence.target // size])
-
-    def settled(self, sequence: Sequence) -> None:
-        """The prompt of ``sequence`` is computed and published, or will not be, or not before those of others."""
-        self._coming.drop(sequence)
+            last = (target - 1) // size
+            known = len(self._kv.lookup(sequence.hashes, last))
+            shared = self._coming.add(sequence, sequence.hashes[known : target // size])
+            sequence.uncached -= size * known
+            sequence.pending -= size * min(known + shared, last)  # the last token is computed by itself
 
     def computing(self) -> Computing:
         """An empty record of what one step computes."""
@@ -110,7 +103,8 @@ class Holdings:
 
     def release(self, sequence: Sequence, *, trusted: bool) -> None:
         """Take the blocks back. Full ones with a known hash can still be found, unless a failed step wrote them."""
-        self._coming.drop(sequence)
+        if sequence.hashes:
+            self.settled(sequence)
         if not sequence.blocks:
             return
         if not trusted:

@@ -112,18 +112,19 @@ class KVBlocks:
             self._free += blocks[::-1]
             self.free += len(blocks)
             return
+        hash_of, extra, idle, free = self._hash_of, self._extra, self._idle, self._free
+        before = len(idle) + len(free)
         for block in reversed(blocks):
-            if block in self._extra:
-                if self._extra[block] == 1:
-                    del self._extra[block]
+            if block in extra:
+                if extra[block] == 1:
+                    del extra[block]
                 else:
-                    self._extra[block] -= 1
-                continue
-            self.free += 1
-            if block in self._hash_of:
-                self._idle[block] = None
+                    extra[block] -= 1
+            elif block in hash_of:
+                idle[block] = None
             else:
-                self._free.append(block)
+                free.append(block)
+        self.free += len(idle) + len(free) - before
 
     def publish(self, block: int, digest: int) -> None:
         """Say that ``block``, now held, contains the prefix ``digest``. The first block to say so is found."""

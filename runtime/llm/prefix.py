@@ -72,14 +72,19 @@ class ComingPrefixes:
     def __contains__(self, digest: Hashable) -> bool:
         return digest in self._counts
 
-    def add(self, sequence: RunningSequence, hashes: Sequence[Hashable]) -> None:
-        """``sequence`` has been queued, and is going to fill blocks with ``hashes``, if nobody has before."""
-        counts = self._counts
-        if len(counts) + len(hashes) > self._most:
-            return
-        self._hashes_of[sequence] = hashes
+    def add(self, sequence: RunningSequence, hashes: Sequence[Hashable]) -> int:
+        """``sequence`` has been queued, and is going to fill blocks with ``hashes``, if nobody has before. Returns how many of
+        them, from the first on, others were going to fill."""
+        counts, shared = self._counts, 0
         for digest in hashes:
-            counts[digest] = counts.get(digest, 0) + 1
+            if digest not in counts:
+                break
+            shared += 1
+        if len(counts) + len(hashes) <= self._most:
+            self._hashes_of[sequence] = hashes
+            for digest in hashes:
+                counts[digest] = counts.get(digest, 0) + 1
+        return shared
 
     def drop(self, sequence: RunningSequence) -> None:
         """The prompt of ``sequence`` is computed, or will not be."""

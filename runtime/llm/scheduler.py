@@ -109,6 +109,7 @@ class Scheduler:
         self._epoch = 0
         # prompts in progress -> where the chunk that is committed, not settled, begins
         self._unsettled: dict[Sequence, int] = {}
+        self._computing: Computing | None = None  # of the step that is planned, once somebody may wait for it
 
     @property
     def running(self) -> int:
@@ -117,7 +118,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting.count)
+        return bool(self.decodes.members or self.prefills or self.waiting.count)
 
     @property
     def free_blocks(self) -> int:
@@ -204,9 +205,12 @@ class Scheduler:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        self.holdings.count(sequence)
-        self.waiting.push(sequence)
         self.holdings.queued(sequence)
+        try:
+            self.waiting.push(sequence)
+        except BaseException:
+            self.holdings.settled(sequence)
+            raise
         self.slack.queued(sequence)
 
     # -- planning a step ----------------------------------------------------------------------------------------------
@@ -231,7 +235,8 @@ class Scheduler:
             try:
                 limited, wake = self._plan_prompts(now, knobs, most, begun, chunks, aside, fill=budget is not None)
             finally:
-                self.waiting.put_back(aside)
+                if aside:
+                    self.waiting.put_back(aside)
         short = self.by_chunk and not self._hand_out(chunks)
         if short:
             limited, wake = self._hand_out_short(knobs, most, begun, chunks), inf
@@ -317,7 +322,7 @@ class Scheduler:
         in_progress = len(begun)
         slots = min(knobs.max_batch_size, knobs.token_budget) - decoding - in_progress
         turn, yielding = 0, False
-        computing = self.holdings.computing()
+        self._computing = None
         held_until = None if knobs.max_wait_ms else -inf
         while True:
             head = None if held else waiting.peek()
@@ -345,7 +350,7 @@ class Scheduler:
                 held = LimitedBy.SLOTS
             elif left <= 0:
                 return LimitedBy.BUDGET, inf
-            elif head.hashes and self._awaits(head, chunks, computing):
+            elif head.hashes and self._awaits(head, chunks):
                 aside.append(waiting.set_aside())
                 if len(aside) == _MOST_ASIDE:
                     held = limited
@@ -383,13 +388,16 @@ class Scheduler:
             return list(self.prefills)
         return sorted(self.prefills, key=rank)
 
-    def _awaits(self, head: Sequence, chunks: list[Chunk], computing: Computing) -> bool:
+    def _awaits(self, head: Sequence, chunks: list[Chunk]) -> bool:
         """Whether ``head``, whose turn it is, had better begin behind a step, for what others compute in it. Those go before it:
-        each step brings that nearer. ``by_chunk`` blocks can be found as soon as they are handed out."""
-        if self.by_chunk:
-            return False
+        each step brings that nearer. ``by_chunk`` blocks can be found as soon as they are handed out. A prompt no longer than
+        is worth waiting for shares less."""
         unsettled = self._unsettled
-        if not computing.chunks:
+        if self.by_chunk or head.target <= self.holdings.worth_waiting or not (chunks or unsettled):
+            return False
+        computing = self._computing
+        if computing is None:
+            self._computing = computing = self.holdings.computing()
             for sequence, start in unsettled.items():
                 if sequence.state in ("decode", "left"):
                     computing.add(sequence, start)

@@ -24,34 +24,29 @@ GIVE_UP = 16
 class _Earliest:
     """A heap of (key, sequence) whose entries die when the sequence's stamp moves on."""
 
-    __slots__ = ("_heap", "_live", "_pushed")
+    __slots__ = ("_heap", "_pushed", "live")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []
-        self._live: dict[Sequence, int] = {}
+        self.live: dict[Sequence, int] = {}
+        """Its sequences, each with the stamp of its entry. One that is taken out leaves a dead entry."""
         self._pushed = 0
 
     def add(self, key: float, sequence: Sequence) -> None:
         self._pushed += 1
-        self._live[sequence] = self._pushed
+        self.live[sequence] = self._pushed
         heapq.heappush(self._heap, (key, self._pushed, sequence))
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+        if len(self._heap) > 2 * len(self.live) + 64:
+            self._heap = [entry for entry in self._heap if self.live.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def drop(self, sequence: Sequence) -> None:
-        self._live.pop(sequence, None)
 
     def least(self, give_up_below: float = -inf) -> float:
         """The smallest live key. Those below ``give_up_below`` are forgotten."""
         heap = self._heap
-        while heap and (self._live.get(heap[0][2]) != heap[0][1] or heap[0][0] < give_up_below):
+        while heap and (self.live.get(heap[0][2]) != heap[0][1] or heap[0][0] < give_up_below):
             _, stamp, sequence = heapq.heappop(heap)
-            if self._live.get(sequence) == stamp:
-                del self._live[sequence]
+            if self.live.get(sequence) == stamp:
+                del self.live[sequence]
         return heap[0][0] if heap else inf
 
 
@@ -86,7 +81,7 @@ class SlackTracker:
     def requeued(self, sequences: Iterable[Sequence]) -> None:
         """``sequences``, whose prompts wait or are being computed, go by the SLOs of now."""
         for sequence in sequences:
-            self._pending.drop(sequence)
+            self._pending.live.pop(sequence, None)
             self.queued(sequence)
 
     def follow(self, queued: Iterable[Sequence], decoding: Iterable[Sequence]) -> None:
@@ -127,7 +122,7 @@ class SlackTracker:
         from when on its token deadlines count; :meth:`left` and this follow then."""
         if not self.following:
             return
-        self._pending.drop(sequence)
+        self._pending.live.pop(sequence, None)
         slo = find_slo(self.slos, sequence.request.request_class)
         if slo is None or sequence.relegated is not None:
             return
@@ -149,12 +144,12 @@ class SlackTracker:
         """``sequence`` has ended, or has been preempted (then :meth:`queued` follows)."""
         if not self.following:
             return
-        self._pending.drop(sequence)
-        self._whole.drop(sequence)
+        self._pending.live.pop(sequence, None)
+        self._whole.live.pop(sequence, None)
         self._expected.pop(sequence, None)
         for target, heap in [*self._tpot.items()]:
-            heap.drop(sequence)
-            if not len(heap):
+            heap.live.pop(sequence, None)
+            if not heap.live:
                 del self._tpot[target]
         gap = self._gap.pop(sequence, None)
         if gap is not None:
@@ -167,17 +162,22 @@ class SlackTracker:
         """The tightest TPOT target of those that decode, s; inf if none has one."""
         tightest = min(self._expected.values(), default=inf)
         for target, heap in self._tpot.items():
-            if target < tightest and len(heap):
+            if target < tightest and heap.live:
                 tightest = target
         return tightest
 
     def fixed(self, now: float) -> float:
         """Seconds from ``now`` until the first TTFT or E2E target is missed; negative if one is, inf if there is none."""
-        return min(self._pending.least(), self._whole.least()) - now
+        return self.fixed_and_pending(now)[0]
 
     def pending(self, now: float) -> float:
         """The same of those alone whose prompts wait or are being computed."""
         return self._pending.least() - now
+
+    def fixed_and_pending(self, now: float) -> tuple[float, float]:
+        """:meth:`fixed` and :meth:`pending`, for who wants both."""
+        pending = self._pending.least()
+        return min(pending, self._whole.least()) - now, pending - now
 
     def token_deadlines(self, now: float, step: int, last_end: float) -> tuple[tuple[float, float], ...]:
         """(target, seconds until the first next token is due under it) for each TPOT and ITL target of those that decode, and

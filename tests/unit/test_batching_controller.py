@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from math import inf
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import autotune
 from autotune.control.controllers.batching import BatchingController
 from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
 from runtime import Batcher, batch
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies import Adaptive, Dynamic, Strategy
@@ -185,3 +187,12 @@ def test_what_batch_makes_can_be_controlled() -> None:
         # it is dynamic still, with a bound of its memory around it
         until(lambda: same(3) == 3 and same.batcher.knobs.max_wait_ms == 0)
     same.close()
+
+
+@pytest.mark.parametrize("name", [*CONTROLLERS, *OF_BATCHERS])
+def test_every_controller_takes_a_batcher(name: str) -> None:
+    """The reference says which controls what."""
+    reference = (Path(__file__).parents[2] / "docs" / "reference" / "knobs.md").read_text()
+    assert f"| `{name}` | {'engines, ' * (name in CONTROLLERS)}batchers |" in reference
+    with Batcher(list, slo="e2e=1s") as batcher, autotune.control(batcher, controller=name) as attached:
+        assert list(batcher.map([1, 2])) == [1, 2] and not attached.status().ended

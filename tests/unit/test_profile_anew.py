@@ -121,7 +121,9 @@ def written(folder: Path, found: Findings, *, as_json: bool = False) -> int:
     source = cast(Any, SimpleNamespace(name="autotune-runtime", arguments={}))
     requested = Requested(source, sample_model(), machine(), "azure-conv", None, question())
     files, console = Files.of(folder / "a.yaml", None), make_console(stderr=True)
-    return finish(found, requested, SimulatedEngine(Padded(), kv_tokens=4096), files, console, "autotune profile", as_json)
+    return finish(
+        found, requested, SimulatedEngine(Padded(), kv_tokens=4096), files, console, "autotune profile", as_json
+    )
 
 
 @pytest.mark.parametrize("fault", ["", "the device is lost"])
