@@ -75,7 +75,7 @@ def main() -> None:
         with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
             for line in answer.read().decode().splitlines():
                 if line.startswith(
-                    ("autotune_slo_attainment ", "autotune_knob_token_budget ", "autotune_requests_total")
+                    ("autotune_slo_attainment{", "autotune_knob_token_budget ", "autotune_requests_total")
                 ):
                     print(line)
     finally:

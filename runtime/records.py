@@ -20,13 +20,15 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop id or stop string
     CANCELLED = "cancelled"  # by the client
     TIMEOUT = "timeout"  # its own timeout passed
-    REJECTED = "rejected"  # not accepted, or given up before its first token because that would come too late
-    ERROR = "error"  # the step that ran it failed, or the engine was closed before its end
+    REJECTED = "rejected"  # not accepted, or given up before its first token: too late, or another of its call was
+    ERROR = "error"  # its step failed, the engine was closed, or another of its call failed or was rejected
 
 
 SLO_REASON: Final = "slo"
 QUEUE_TIMEOUT_REASON: Final = "queue_timeout"
-"""The ``cause`` of a rejection whose first token would come too late, and of one that has waited for too long."""
+SAME_CALL_REASON: Final = "same_call"
+"""The ``cause`` of a rejection whose first token would come too late, of one that has waited for too long, and of one that was
+asked for together with a request that was rejected."""
 
 _NATURAL_ENDS = FinishReason.LENGTH, FinishReason.STOP
 

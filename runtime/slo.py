@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal, DecimalException
 from typing import Final, Protocol
 
+from runtime.clock import Clock
 from runtime.records import RequestRecord
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
@@ -220,12 +222,18 @@ def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
 
 
 class SLOHistory:
-    """The SLO of each class over time: a request is judged by that of when it came. One thread changes it, any may read it."""
+    """The SLO of each class over time: a request is judged by that of when it came. Any thread may change it, and read it."""
 
-    __slots__ = ("_periods",)
+    __slots__ = ("_lock", "_periods")
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
+        self._lock = threading.RLock()  # a signal handler may interrupt a change by another one
         self._periods: tuple[tuple[float, Mapping[str, SLO]], ...] = ((-math.inf, slos),)
+
+    @property
+    def periods(self) -> tuple[tuple[float, Mapping[str, SLO]], ...]:
+        """(from when on, s; the SLOs), the latest last; the very same object until they change."""
+        return self._periods
 
     @property
     def latest(self) -> Mapping[str, SLO]:
@@ -238,7 +246,14 @@ class SLOHistory:
 
     def change(self, slos: Mapping[str, SLO], since: float) -> None:
         """Requests that come from ``since`` on are held to ``slos``."""
-        self._periods = (*self._periods[-_PERIODS:], (since, slos))
+        with self._lock:
+            self._periods = (*self._periods[-_PERIODS:], (since, slos))
+
+    def follow(self, slos: Mapping[str, SLO], clock: Clock) -> None:
+        """Where ``slos`` have changed, requests that come from now on are held to them as they are now."""
+        with self._lock:
+            while (made := dict(slos)) != self.latest:
+                self.change(made, clock.now())
 
     def at(self, time: float) -> Mapping[str, SLO]:
         """Those of requests that came then; of a time long past, the oldest known."""
@@ -319,7 +334,9 @@ def share_met(counted: Counted) -> float:
 
 def in_percent(share: float, digits: int = 1, *, target: float | None = None) -> str:
     """``share`` as people read it, ``98.7%``: with more than so many ``digits`` behind the point where rounding would hide the
-    last misses (99.98%, not 100.0%) or show the ``target`` met that is missed, or the other way round."""
+    last misses (99.98%, not 100.0%) or show the ``target`` met that is missed, or the other way round; – for NaN."""
+    if math.isnan(share):
+        return "–"
     for more in range(digits, _MOST_DIGITS):
         text = f"{100 * share:.{more}f}"
         whole = share < 1 and Decimal(text) >= 100
@@ -327,6 +344,12 @@ def in_percent(share: float, digits: int = 1, *, target: float | None = None) ->
         if not (whole or crosses):
             return f"{text}%"
     return f"{100 * share:.{digits}f}%"  # nearer than any count of requests comes: an error of arithmetic
+
+
+def common_target(shares: Iterable[float | None]) -> float | None:
+    """The attainment that all classes are to have; None where ``shares``, those of each, differ or are not known."""
+    named = {*shares}
+    return named.pop() if len(named) == 1 else None
 
 
 def weighted_attainment(counted: CountedByClass) -> float:
@@ -367,6 +390,7 @@ __all__ = [
     "SLOHistory",
     "attained",
     "attainment",
+    "common_target",
     "find_slo",
     "first_target",
     "in_percent",

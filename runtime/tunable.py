@@ -11,7 +11,7 @@ from runtime.clock import Clock
 from runtime.errors import LeaseError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
-from runtime.slo import SLO
+from runtime.slo import SLO, SLOHistory
 from runtime.step_model import NO_GRAPHS, StepFeatures, StepGraphs
 
 if TYPE_CHECKING:
@@ -325,6 +325,21 @@ class Tunable(Protocol):
     def view(self) -> SchedulerView:
         """How the queue and what runs stand, between two steps."""
         ...
+
+
+def slo_history_of(engine: Tunable) -> Callable[[], SLOHistory]:
+    """What gives the SLOs of ``engine`` over time: those it keeps, as all of ours do (:class:`~runtime.shared.tuning.Tuning`), or
+    else from when on a call finds them changed."""
+    kept: SLOHistory | None = getattr(engine, "slo_history", None)
+    if kept is not None:
+        return lambda: kept
+    seen = SLOHistory(dict(engine.slos))
+
+    def look() -> SLOHistory:
+        seen.follow(engine.slos, engine.clock)
+        return seen
+
+    return look
 
 
 class Lease:

@@ -161,6 +161,8 @@ def _sweep(
         software=software(),
     )
     if found.stopped and unmeasured_beside(place, made):
+        if json_to is not None:
+            print(json.dumps({"file": str(place), "status": made.status}), file=json_to)
         print_as_is(console, left_alone(place))
         return INTERRUPTED
     save_callable_profile(made, place)

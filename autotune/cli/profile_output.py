@@ -156,6 +156,8 @@ def finish(
         Profile, found, parts, name=files.profile.stem, command=command, machine=requested.machine, software=software()
     )
     if found.stopped and unmeasured_beside(files.profile, made):
+        if as_json:
+            print(json.dumps({"file": str(files.profile), "status": made.status}))
         print_as_is(console, left_alone(files.profile, found.fault))
         return FELL_SHORT if found.fault else INTERRUPTED
     write_together({files.points: sidecar(found), files.profile: profile_text(made, files.profile)})

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from autotune.cli.exits import DONE
 from autotune.cli.options import AsJson, Price
 from runtime.errors import InputError
+from runtime.slo import share_met
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,7 +186,7 @@ def _essentials(made: Report, page: Path) -> dict[str, Any]:
         "objective": evidence.profile.objective,
         "stage": chosen.point.stage,
         "goodput": chosen.point.goodput.mean,
-        "attainment": chosen.point.attainment,
+        "attainment": share_met(chosen.point),
         "baseline_goodput": None if baseline is None else baseline.goodput.mean,
         "e2e_mean_ms": chosen.point.e2e_mean_ms,
         "baseline_e2e_mean_ms": None if baseline is None else baseline.e2e_mean_ms,

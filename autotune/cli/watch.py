@@ -179,18 +179,17 @@ def _table(status: dict[str, Any], decisions: list[Decision], *, width: int | No
     from rich.text import Text
 
     from autotune.control.explain import timeline
-    from autotune.control.status import OVERDUE_S
+    from autotune.control.status import JUDGED, OVERDUE_S
     from runtime.knobs import KNOBS
-    from runtime.slo import METRICS, SLO, in_percent
+    from runtime.slo import METRICS, SLO, common_target, in_percent
 
     required = {name: SLO.parse(fared["slo"]).attainment for name, fared in status["classes"].items()}
-    target = (
-        next(iter(required.values())) if len({*required.values()}) == 1 else None
-    )  # else each class has its own below
+    target = common_target(required.values())  # else each class has its own below
     share = "no request has ended yet"
     if status["attainment"] is not None:
         wanted = "" if target is None else f" (target {target * 100:g}%)"
         share = f"{in_percent(status['attainment'], target=target)} of the last {status['offered']}{wanted}"
+        share += JUDGED if any(fared["slo_changed"] for fared in status["classes"].values()) else ""
     marks = [word for word in ("paused", "observe_only", "ended") if status[word]]
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
@@ -205,7 +204,8 @@ def _table(status: dict[str, Any], decisions: list[Decision], *, width: int | No
     for name, fared in status["classes"].items():
         if several and fared["offered"]:
             met = in_percent(fared["attainment"], target=required[name])
-            facts.add_row(Text(name), Text(f"{met} of {fared['offered']} within {fared['slo']}"))
+            judged = f"{JUDGED}; now {fared['slo']}" if fared["slo_changed"] else f" within {fared['slo']}"
+            facts.add_row(Text(name), Text(f"{met} of {fared['offered']}{judged}"))
         for metric in METRICS:
             found, target = fared["latencies_ms"].get(metric), fared["targets_ms"].get(metric)
             if found is not None or (target is not None and fared["offered"]):

@@ -6,9 +6,7 @@ It sets the engine's SLO as well, and restores both.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from autotune.control.controllers.protocol import Proposal
@@ -65,7 +63,7 @@ class Actuator:
     def begin(self, start: Knobs | None) -> None:
         """Set ``start``, within the operator's bounds and pins, at once; in force as far as the memory lasts."""
         current, wanted = self._engine.knobs, self._engine.wanted_knobs
-        first = self._at_once.apply(start or wanted, wanted, self._engine.limits)
+        first = self._guardrails.at_once.apply(start or wanted, wanted, self._engine.limits)
         if first == wanted or self._observe_only:
             return
         self.set(first)
@@ -78,7 +76,7 @@ class Actuator:
     def apply(self, proposal: Proposal, *, at_once: bool = False) -> None:
         """Put ``proposal`` in force: ``at_once``, or no further than the guardrails let one decision go."""
         current = self._engine.knobs
-        rails = self._at_once if at_once else self._guardrails
+        rails = self._guardrails.at_once if at_once else self._guardrails
         wanted = rails.apply(proposal.knobs, current, self._engine.effective_limits)
         news = (proposal.regime, proposal.unmet) != (self.regime, self._unmet)
         self.regime, self._unmet = proposal.regime, proposal.unmet
@@ -95,7 +93,7 @@ class Actuator:
     def _cause(self, proposal: Proposal) -> str:
         """Its own, and what of it the operator does not let come in force."""
         live = self._engine.capabilities.knobs
-        held = self._guardrails.holds(proposal.knobs).items()
+        held = self._guardrails.holds(proposal.knobs, self._engine.effective_limits).items()
         return "; ".join([proposal.cause, *(why for name, why in held if live[name] == "live")])
 
     def set(self, knobs: Knobs | None = None, /, **changes: float) -> None:
@@ -148,7 +146,3 @@ class Actuator:
                 evidence or {}, wall,
             )
         )  # fmt: skip
-
-    @property
-    def _at_once(self) -> Guardrails:
-        return replace(self._guardrails, slew=math.inf, dead_band=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from autotune.control.controllers.protocol import SLOAware
@@ -12,7 +13,7 @@ from autotune.control.status import ClassStatus
 from autotune.control.tally import ClassTally
 from runtime.records import FinishReason, RequestRecord, percentile
 from runtime.slo import METRICS, SLO, Attainment, SLOHistory
-from runtime.tunable import Tunable
+from runtime.tunable import Tunable, slo_history_of
 
 _WINDOW = 1024
 
@@ -29,8 +30,8 @@ class AttainmentTracker:
         self._engine = engine
         self._apart, self._engines = apart, engine.slos.get("default")
         self._history = SLOHistory(self.slos)
-        self._seen: Mapping[str, SLO] = {}  # the engine's SLOs at the last look
-        self._looked = -math.inf  # when that was
+        self._given = slo_history_of(engine)
+        self._seen: tuple[float, Mapping[str, SLO]] | None = None  # the last of those at the last look
         self._latest: deque[_Outcome] = deque(maxlen=_WINDOW)
         self._tallies: dict[str, ClassTally] = {}
 
@@ -38,24 +39,28 @@ class AttainmentTracker:
     def default(self) -> SLO:
         return self.slos["default"]
 
-    def look(self, now: float) -> None:
-        """See whether the engine's SLOs, which may change at any time, have; do so after each step. A change counts from the look
-        before the one that finds it: who came to an idle engine meanwhile came after it."""
-        if (slos := self._engine.slos) != self._seen:
-            self._seen = dict(slos)
-            self._history.change(self._in_force(), self._looked)
-        if math.isfinite(now):
-            self._looked = now
+    def look(self) -> None:
+        """See whether the engine's SLOs, which may change at any time, have; do so after each step. Those of the first look are
+        taken for those from the beginning."""
+        periods = self._given().periods
+        if periods[-1] is self._seen:
+            return
+        fresh = [*takewhile(lambda period: period is not self._seen, reversed(periods))]
+        if self._seen is None:
+            fresh = [(-math.inf, periods[-1][1])]
+        for since, slos in reversed(fresh):
+            self._history.change(self._in_force(slos), since)
+        self._seen = periods[-1]
 
     def changed(self) -> bool:
         """Whether the SLOs of the last :meth:`look` differ from those at the last call."""
         before, self.slos = self.slos, self._history.latest
         return self.slos != before
 
-    def _in_force(self) -> dict[str, SLO]:
-        slos = {"default": self.default, **self._engine.slos}
+    def _in_force(self, engines: Mapping[str, SLO]) -> dict[str, SLO]:
+        slos = {"default": self.default, **engines}
         if self._apart:
-            self._apart = self._engine.slos.get("default") == self._engines
+            self._apart = engines.get("default") == self._engines
         return slos | {"default": self.default} if self._apart else slos
 
     def pass_slos(self, controller: object) -> None:
@@ -65,7 +70,7 @@ class AttainmentTracker:
 
     def add(self, record: RequestRecord) -> None:
         """A request has ended. It is judged by the SLO that its class had when it came."""
-        self.look(record.finished)
+        self.look()
         slos = self._history.at(record.arrival)
         name = record.request_class if record.request_class in slos else "default"
         slo = slos[name]
@@ -88,7 +93,12 @@ class AttainmentTracker:
         for one in self._latest:
             by_class.setdefault(one.name, []).append(one)
         return {
-            name: ClassStatus(slo, _attainment(by_class[name]), _latencies_ms(by_class[name]))
+            name: ClassStatus(
+                slo,
+                _attainment(by_class[name]),
+                _latencies_ms(by_class[name]),
+                any(one.missed is not None and _other(one.slo, slo) for one in by_class[name]),
+            )
             for name, slo in self.slos.items()
         }
 
@@ -120,10 +130,11 @@ class AttainmentTracker:
 
 
 class _Outcome(NamedTuple):
-    """How one request ended. ``missed``: the targets, None of one that its client cancelled; ``rejected``: the cause, if it was;
-    ``latencies``: of each of :data:`METRICS`, s, if it completed."""
+    """How one request ended, judged by ``slo``. ``missed``: the targets, None of one that its client cancelled; ``rejected``: the
+    cause, if it was; ``latencies``: of each of :data:`METRICS`, s, if it completed."""
 
     name: str
+    slo: SLO
     missed: tuple[str, ...] | None
     rejected: str
     latencies: tuple[float | None, ...]
@@ -134,9 +145,14 @@ class _Outcome(NamedTuple):
         missed = slo.violated(record) if record.offered else None
         rejected = record.cause or "rejected" if record.reason is FinishReason.REJECTED else ""
         if not record.completed:
-            return cls(name, missed, rejected, ())
+            return cls(name, slo, missed, rejected, ())
         gap = record.itl_p99 if slo.itl_ms is not None else None
-        return cls(name, missed, rejected, (record.ttft, record.tpot, gap, record.e2e))
+        return cls(name, slo, missed, rejected, (record.ttft, record.tpot, gap, record.e2e))
+
+
+def _other(one: SLO, now: SLO) -> bool:
+    """Whether they have other targets, whatever share is to meet them."""
+    return one is not now and one.targets_ms != now.targets_ms
 
 
 def _attainment(outcomes: Collection[_Outcome]) -> Attainment:

@@ -10,6 +10,7 @@ from itertools import groupby, zip_longest
 from autotune.control.decision_log import SHORT, Decision, worded
 from autotune.control.tally import ClassTally, losses
 from runtime.errors import InputError
+from runtime.slo import SLO
 
 _INDENT = " " * 14
 _FLIPS = 3  # between regimes that are shown together
@@ -66,9 +67,11 @@ def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
 class Summary:
     """``changes``: for each knob how often it was changed, its first and its last value. ``seconds``: time per regime.
     ``outcomes``: how the requests of each class ended, as far as the log tells; ``open``: runs of which it does
-    not, for they have not ended, or were cut off; ``last_open``: whether the last run is one of these."""
+    not, for they have not ended, or were cut off; ``last_open``: whether the last run is one of these. ``targets``: the
+    attainment that each class was to have, as last said."""
 
     outcomes: dict[str, ClassTally] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
     open: int = 0
     last_open: bool = False
     changes: dict[str, tuple[int, float, float]] = field(default_factory=dict)
@@ -86,7 +89,7 @@ class Summary:
         if total > 0:
             spent = (f"{name} {seconds:.1f} s ({seconds / total:.0%})" for name, seconds in self.seconds.items())
             yield f"regimes   {', '.join(spent)}"
-        yield from losses(self.outcomes)
+        yield from losses(self.outcomes, self.targets)
 
     def add_last(self, ended: Mapping[str, ClassTally]) -> None:
         """The requests of the last run, which is open, are known from elsewhere."""
@@ -106,6 +109,7 @@ def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> 
             _add(found.outcomes, _outcomes(decision))
         elif before is None:  # the beginning of the log is missing
             found.last_open = True
+        found.targets |= _targets(decision)
         if state and before is not None and decision.action != "attach":
             found.seconds[state] = found.seconds.get(state, 0.0) + _between(before, decision)
         for name, old, new in decision.changes:
@@ -129,6 +133,16 @@ def _outcomes(decision: Decision) -> dict[str, ClassTally]:
             f"the outcomes of the {decision.action} at {decision.at:g} s are {given!r:.40}; they must be by class"
         )
     return {name: ClassTally.of(one) for name, one in given.items()}
+
+
+def _targets(decision: Decision) -> dict[str, float]:
+    """The attainment that each class is to have from then on, where ``decision`` states the SLOs."""
+    evidence = decision.evidence
+    stated = evidence.get("slos", {"default": evidence["slo"]} if "slo" in evidence else {})
+    try:
+        return {name: SLO.of(text).attainment for name, text in stated.items()}
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
 
 
 def _add(outcomes: dict[str, ClassTally], ended: Mapping[str, ClassTally]) -> None:

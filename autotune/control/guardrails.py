@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
@@ -68,17 +68,29 @@ class Guardrails:
         }
         return limits.clamp(Knobs(**values))
 
-    def holds(self, wanted: Knobs) -> dict[str, str]:
-        """Knobs of which a pin or a bound forbids what ``wanted`` has, each with a sentence that says so."""
+    def holds(self, wanted: Knobs, limits: KnobLimits) -> dict[str, str]:
+        """Knobs that a pin or a bound keeps from what ``wanted`` would make of them under ``limits``, each with a sentence that
+        says so."""
         found = {}
+        free, held = limits.clamp(wanted), self.at_once.apply(wanted, wanted, limits)
         for spec in KNOBS:
-            value, unit = getattr(wanted, spec.name), f" {spec.unit}" if spec.unit == "ms" else ""
-            if value != (pin := self.pinned.get(spec.name, value)):
-                found[spec.name] = f"{spec.name} is pinned at {pin:.10g}{unit}"
-            low, high = self.bounds.get(spec.name, (-math.inf, math.inf))
-            if not low <= value <= high:
-                found[spec.name] = f"{spec.name} is bounded to {low:.10g}–{high:.10g}{unit}"
+            if getattr(free, spec.name) == getattr(held, spec.name):
+                continue
+            unit = f" {spec.unit}" if spec.unit == "ms" else ""
+            if (pin := self.pinned.get(spec.name)) is not None:
+                least, why = pin, f"{spec.name} is pinned at {pin:.10g}{unit}"
+            else:
+                least, high = self.bounds.get(spec.name, (spec.low, spec.high))
+                why = f"{spec.name} is bounded to {least:.10g}–{high:.10g}{unit}"
+            if least > (ceiling := getattr(limits, spec.name)):
+                why += f" (the ceiling is {ceiling:.10g}{unit} now)"
+            found[spec.name] = why
         return found
+
+    @property
+    def at_once(self) -> Guardrails:
+        """The same bounds and pins, for changes of any size."""
+        return replace(self, slew=math.inf, dead_band=0.0)
 
     def _one(self, spec: KnobSpec, wanted: float, current: float) -> float:
         if spec.name in self.pinned:

@@ -129,7 +129,7 @@ class Control(ReportsRates):
 
     def _begin_controller(self) -> None:
         controller = self.controller
-        self._attainment.look(self._actuator.now)
+        self._attainment.look()
         self._attainment.changed()
         try:
             self._attainment.pass_slos(controller)
@@ -182,7 +182,7 @@ class Control(ReportsRates):
                         self._fall_back()
                     return
                 self._actuator.now = record.end
-                self._attainment.look(record.end)
+                self._attainment.look()
                 if self._drift is not None and (found := self._drift.observe(record)) is not None:
                     self._actuator.log("note", found.cause, found.evidence)
                 # time that jumps back must not stop the controller, nor time that stands still make it busy

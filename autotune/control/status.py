@@ -7,25 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.slo import SLO, Attainment, in_percent
+from runtime.slo import SLO, Attainment, common_target, in_percent
 
 OVERDUE_S = 1.0  # a step record that is due for longer is worth a word
+JUDGED = ", each by the SLO of when it came"  # where that is not the SLO of now
 
 
 @dataclass(frozen=True)
 class ClassStatus:
     """A request class: its SLO, and the attainment of its latest requests. ``latencies_ms``: (median, 99th percentile) of each
-    metric."""
+    metric. ``slo_changed``: whether any of them came under an SLO with other targets, by which it was judged."""
 
     slo: SLO
     attainment: Attainment
     latencies_ms: Mapping[str, tuple[float, float]]
+    slo_changed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "slo": str(self.slo),
             "attainment": self.attainment.share if self.attainment.offered else None,
             "offered": self.attainment.offered,
+            "slo_changed": self.slo_changed,
             "targets_ms": {name: ms for name, ms in self.slo.targets_ms.items() if ms is not None},
             "latencies_ms": {
                 name: {"p50": round(p50, 3), "p99": round(p99, 3)} for name, (p50, p99) in self.latencies_ms.items()
@@ -35,10 +38,10 @@ class ClassStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """``attainment`` is over the latest requests that have ended, each judged by the SLO of its class; so are ``classes``
-    (``default``: those of no class of their own) and ``rejections``, rejected requests by cause. ``overdue_s``: seconds for which
-    the record of a step has been due; None while none is, as for an engine with nothing to do. ``without``: the knobs that the
-    engine does not have. ``limits``: its ceilings. ``closed``: the engine is, and its knobs no longer move."""
+    """``attainment`` is over the latest requests that have ended, each judged by the SLO that its class had when it came; so are
+    ``classes`` (``default``: those of no class of their own) and ``rejections``, rejected requests by cause. ``overdue_s``:
+    seconds for which the record of a step has been due; None while none is, as for an engine with nothing to do. ``without``: the
+    knobs that the engine does not have. ``limits``: its ceilings. ``closed``: the engine is, and its knobs no longer move."""
 
     knobs: Knobs
     regime: str
@@ -53,6 +56,11 @@ class Status:
     without: tuple[str, ...] = ()
     limits: KnobLimits = field(default_factory=KnobLimits)
     closed: bool = False
+
+    @property
+    def target(self) -> float | None:
+        """The attainment that every class is to have; None where they differ."""
+        return common_target(slo.attainment for slo in [one.slo for one in self.classes.values()] or [self.slo])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -75,7 +83,8 @@ class Status:
     def __str__(self) -> str:
         k, seen = self.knobs, self.attainment
         share = (
-            f"attainment {in_percent(seen.share)} of the last {seen.offered}"
+            f"attainment {in_percent(seen.share, target=self.target)} of the last {seen.offered}"
+            + (JUDGED if any(one.slo_changed for one in self.classes.values()) else "")
             if seen.offered
             else "no request has ended yet"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord
-from runtime.slo import SLO, in_percent
+from runtime.slo import SLO, common_target, in_percent
 
 
 @dataclass
@@ -99,16 +99,18 @@ _COUNTS = ("offered", "met", "cancelled", "relegated", "relegated_met", "late")
 _COUNTERS = ("rejected", "unfinished", "missed")
 
 
-def losses(tallies: Mapping[str, ClassTally]) -> Iterator[str]:
-    """Where goodput went, a line a class, that which lost the most first; nothing of no requests."""
+def losses(tallies: Mapping[str, ClassTally], targets: Mapping[str, float] | None = None) -> Iterator[str]:
+    """Where goodput went, a line a class, that which lost the most first; nothing of no requests. ``targets``: the attainment
+    that each class was to have, of those of which that is known."""
     ended = {name: one for name, one in tallies.items() if one.offered or one.cancelled}
     if not ended:
         return
     offered, met = (sum(getattr(one, name) for one in ended.values()) for name in ("offered", "met"))
-    yield f"requests  {met} of {offered} met their SLO{_share(met, offered)}"
+    wanted = {name: (targets or {}).get(name) for name in ended}
+    yield f"requests  {met} of {offered} met their SLO{_share(met, offered, common_target(wanted.values()))}"
     several, weighed = len(ended) > 1, any(one.weight != 1 for one in ended.values())  # None: not the same in all runs
     for name, one in sorted(ended.items(), key=lambda pair: (-pair[1].lost, pair[0])):
-        parts = [f"{one.met} of {one.offered} met{_share(one.met, one.offered)}"] if several else []
+        parts = [f"{one.met} of {one.offered} met{_share(one.met, one.offered, wanted[name])}"] if several else []
         if weighed and one.lost:
             at = "at the weights of the runs" if one.weight is None else f"at weight {one.weight:g}"
             parts.append(f"{one.lost:.4g} lost {at}")
@@ -126,8 +128,8 @@ def losses(tallies: Mapping[str, ClassTally]) -> Iterator[str]:
             yield f"{name:<8}  {'; '.join(parts)}"
 
 
-def _share(met: int, offered: int) -> str:
-    return f" ({in_percent(met / offered)})" if offered else ""
+def _share(met: int, offered: int, target: float | None) -> str:
+    return f" ({in_percent(met / offered, target=target)})" if offered else ""
 
 
 def _by(counts: Counter[str]) -> str:

@@ -230,6 +230,7 @@ def _apply(source: S, rows: Rows[S]) -> Iterator[Entry]:
             written={} if refused else row.write(source),
             lossy=fit is not Fit.EXACT and not harmless,
             note=note_of(fit, refused or row.differs(source) or row.said, harmless, row.about(source)),
+            refused=refused,
         )
 
 
@@ -245,11 +246,13 @@ def _row(entry: Entry) -> dict[str, Any]:
 
 
 def _refuse_losses(target: ExportTarget, entries: tuple[Entry, ...], allow_lossy: bool) -> None:
-    lost = [f"{e.name}={number(e.value)}" for e in entries if e.lossy and e.fit is Fit.UNSUPPORTED]
+    lost = [e for e in entries if e.lossy and e.fit is Fit.UNSUPPORTED]
     if lost and not allow_lossy:
         have, drops = ("has", "it") if len(lost) == 1 else ("have", "them")
+        values = " and ".join(f"{e.name}={number(e.value)}" for e in lost)
+        why = "".join(f": {one_line(e.refused)}" for e in lost if e.refused)
         raise InputError(
-            f"{' and '.join(lost)} {have} no counterpart in {target.title}; allow_lossy=True (--allow-lossy) drops {drops}"
+            f"{values} {have} no counterpart in {target.title}{why}; allow_lossy=True (--allow-lossy) drops {drops}"
         )
 
 

@@ -7,6 +7,8 @@ method; docs/how-to/export.md has one.
 
 from __future__ import annotations
 
+import math
+
 from autotune.export.files import yaml_file
 from autotune.export.rows import FACTS_OF_THE_MODEL, as_calls, batches_calls, no_cost
 from autotune.export.source import ProfiledCallable, Source
@@ -26,9 +28,9 @@ def _wait(source: Source) -> Written:
 
 
 def _call_ms(source: ProfiledCallable) -> float:
-    """Of a full call, or of one that is large enough to serve the most within the SLO."""
-    service, cost = source.profile.service, source.profile.inputs.mean_cost
-    items = min(source.knobs.max_batch_size, service.capacity_size)
+    """Of a full call as it is made here, or of one that is large enough to serve the most within the SLO."""
+    service, cost, knobs = source.profile.service, source.profile.inputs.mean_cost, source.knobs
+    items = max(1, min(knobs.max_batch_size, service.capacity_size, int(knobs.token_budget // cost)))
     ms = service.beside * (service.fixed_ms + items * (service.per_item_ms + cost * service.per_cost_ms))
     return float(f"{ms:.3g}")
 
@@ -38,14 +40,36 @@ def _gathers(source: ProfiledCallable) -> bool:
     return not _alone(source) and _call_ms(source) > source.knobs.max_wait_ms
 
 
+def _slo_ms(source: ProfiledCallable) -> float:
+    return math.inf if source.profile.slo.e2e_ms is None else source.profile.slo.e2e_ms
+
+
+def _no_room(source: ProfiledCallable) -> bool:
+    """Whether an item that waits as long as a call runs is late before its own has ended."""
+    return 2 * _call_ms(source) > _slo_ms(source)
+
+
+def _wait_ms(source: ProfiledCallable) -> float:
+    """A batch is closed when the one before it ends: with shorter waits, those that are closed pile up. Where the SLO has no room
+    for that, half of what it has beside a call: the other half is for what more items take, and for Ray Serve itself."""
+    waits, call = source.knobs.max_wait_ms, _call_ms(source)
+    if not _gathers(source):
+        return waits
+    return max(waits, float(f"{(_slo_ms(source) - call) / 2:.3g}")) if _no_room(source) else call
+
+
 def _wait_for_call(source: ProfiledCallable) -> Written:
-    """A batch is closed when the one before it ends: with shorter waits, those that are closed pile up."""
-    return {"user_config.batch_wait_timeout_s": _call_ms(source) / _MS} if _gathers(source) else _wait(source)
+    return {"user_config.batch_wait_timeout_s": _wait_ms(source) / _MS}
 
 
 def _longer(source: ProfiledCallable) -> str:
     if not _gathers(source):
         return ""
+    if _no_room(source):
+        return (
+            f"{_CLOSES}. Here items gather while a call runs, which takes {_call_ms(source):g} ms: an item that waits as long "
+            f"there is late for the SLO of {_slo_ms(source):g} ms, so {_wait_ms(source):g} ms is written, and batches stay small"
+        )
     return (
         f"{_CLOSES}. Here items gather while a call runs, so {_call_ms(source):g} ms is written, the time of a full call: with a "
         "shorter wait batches would pile up. An item that comes alone waits as long"

@@ -126,7 +126,7 @@ class ProfiledEngine(Source):
             f"{load.mean_output:.0f} tokens on average, {setting.point.offered_rate:.3g} requests/s",
             "SLO": f"{p.slo} ({p.slo_from})",
             "setting": f"{self.setting}: {setting.why}",
-            "measured": _measured(setting.point),
+            "measured": _measured(setting.point, None if p.classes else p.slo.attainment),
             "verdict": p.verdict,
         }  # fmt: skip
 
@@ -188,7 +188,7 @@ class ProfiledCallable(Source):
             "workload": f"{load.spec}, {load.rate:.3g} items/s",
             "SLO": f"{p.slo} ({p.slo_from})",
             "setting": f"{self.purpose}: dynamic {self.knobs}",
-            "measured": "not with this strategy" if self.point is None else _tried(self.point),
+            "measured": "not with this strategy" if self.point is None else _tried(self.point, p.slo.attainment),
             "verdict": p.verdict,
         }
 
@@ -256,19 +256,19 @@ def _versions(software: Software) -> str:
     return f"autotune {software.autotune}, torch {software.torch}"
 
 
-def _measured(point: Point) -> str:
+def _measured(point: Point, target: float | None) -> str:
     times = {"TTFT": point.ttft_p99_ms, "TPOT": point.tpot_p99_ms}
     interval = share_interval(point.attainment_low, point.attainment_high)
     return (
-        f"{in_percent(share_met(point))} of {point.offered} requests met the SLO (95% interval {interval}%), "
+        f"{in_percent(share_met(point), target=target)} of {point.offered} requests met the SLO (95% interval {interval}%), "
         f"{point.goodput.mean:.3g} requests/s met it{_tails(times)}"
     )
 
 
-def _tried(point: CallablePoint) -> str:
+def _tried(point: CallablePoint, target: float) -> str:
     interval = share_interval(point.attainment_low, point.attainment_high)
     return (
-        f"{in_percent(share_met(point))} of {point.offered} items met the SLO (95% interval {interval}%), "
+        f"{in_percent(share_met(point), target=target)} of {point.offered} items met the SLO (95% interval {interval}%), "
         f"{point.goodput:.3g} items/s met it{_tails({'E2E': point.e2e_p99_ms})}"
     )
 

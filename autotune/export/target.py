@@ -182,7 +182,8 @@ class ExportTarget:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row applied to a source. ``note``: what to say of it, "" when it is exact and there is nothing to say."""
+    """A row applied to a source. ``note``: what to say of it, "" when it is exact and there is nothing to say.
+    ``refused``: why this value has no counterpart although others have one, or ""."""
 
     name: str
     value: Value
@@ -192,3 +193,4 @@ class Entry:
     written: Written
     lossy: bool
     note: str
+    refused: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from dataclasses import replace
 from typing import NamedTuple
 
 from autotune.engines.named import DTYPE_BYTES
@@ -41,7 +42,7 @@ _NGRAM = {"method": "ngram", "prompt_lookup_min": SHORTEST, "prompt_lookup_max":
 
 def _chunks(source: ProfiledEngine) -> Written:
     written: dict[str, bool | int] = {"enable-chunked-prefill": True}
-    if not no_chunk_needed(source):
+    if not no_chunk_needed(source) and not (_lowered(source) and source.knobs.chunk_size >= _max_model_len(source)):
         written["long-prefill-token-threshold"] = source.knobs.chunk_size
     return written
 
@@ -128,8 +129,27 @@ def _short(source: ProfiledEngine) -> bool:
     memory = _memory(source)
     if memory is None or _on_vllm(source):
         return False
-    left, longest = memory.pool - _BESIDE * memory.devices, _gib(source, source.max_model_len)
+    left = (memory.share - _BESIDE) * memory.devices - memory.weights
+    longest = _gib(source, source.max_model_len)
     return left < longest and longest > 0
+
+
+def _given_tokens(source: ProfiledEngine) -> int:
+    """Tokens of a pool that is given in bytes: as measured, but no more than surely leave room for the rest."""
+    memory, wanted = _memory(source), source.profile.engine.kv_pool.tokens + _SPARE
+    assert memory is not None
+    room = ((1 - _BESIDE) * memory.devices - memory.weights) * GIB / source.profile.model.kv_bytes_per_token
+    return min(wanted, int(room)) if room > _SPARE else wanted
+
+
+def _max_model_len(source: ProfiledEngine) -> int:
+    """As measured, unless not even one request of that length has room beside the weights."""
+    longest = source.max_model_len
+    return min(longest, _given_tokens(source) - _SPARE) if _short(source) else longest
+
+
+def _lowered(source: ProfiledEngine) -> bool:
+    return _max_model_len(source) < source.max_model_len
 
 
 def _share(source: ProfiledEngine) -> Written:
@@ -140,7 +160,7 @@ def _share(source: ProfiledEngine) -> Written:
             written["kv-cache-memory-bytes"] = held
         return written
     if _short(source):
-        held = (profile.engine.kv_pool.tokens + _SPARE) * profile.model.kv_bytes_per_token
+        held = _given_tokens(source) * profile.model.kv_bytes_per_token
         return {"kv-cache-memory-bytes": held // profile.engine.parallelism}
     memory = _memory(source)
     return {} if memory is None else {"gpu-memory-utilization": memory.share}
@@ -169,6 +189,8 @@ def _about_share(source: ProfiledEngine) -> str:
         return ""
     at_most = memory.share == LARGEST_SHARE and not _short(source)
     cut = f", cut to the {LARGEST_SHARE} that vLLM can surely have" if at_most else ""
+    if _short(source) and (given := _given_tokens(source)) < source.profile.engine.kv_pool.tokens:
+        cut = f"; KV cache cut to {_gib(source, given):.1f} GiB, which leave {_BESIDE:.0%} of the memory to activations"
     return f"weights {memory.weights:.1f} + KV cache {memory.pool:.1f} of {memory.devices:.1f} GiB{cut}"
 
 
@@ -237,7 +259,13 @@ VLLM = ExportTarget(
         "model": Row(
             Fit.EXACT, ("model",), lambda s: {} if s.model is None else {"model": s.model}, about=_about_model
         ),
-        "max_model_len": of_model("max-model-len", lambda s: s.max_model_len, _about_length),
+        "max_model_len": replace(
+            of_model("max-model-len", _max_model_len, _about_length),
+            fit=Fit.APPROXIMATE,
+            said="vLLM does not start unless its KV cache holds one request of this length: no longer one has room beside "
+            "weights and activations",
+            exact=lambda s: not _lowered(s),
+        ),
         "dtype": of_model("dtype", lambda s: s.profile.model.dtype),
         "kv_cache_dtype": same("kv-cache-dtype", lambda s: s.profile.model.kv_cache_dtype),  # in its own words
         "kv_pool": Row(

@@ -219,6 +219,15 @@ class EngineFacts(Part):
     kv_bytes: Positive | None = Field(default=None, description="of the KV pool on each device; null: not known")
     options: dict[str, str] = Field(default={}, description="what else it was started with, as --engine-arg had it")
 
+    @model_serializer(mode="wrap")
+    def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file says nothing of what is not known of the pool: an earlier version had no such fields."""
+        data: dict[str, Any] = dump(self)
+        for name in ("kv_block_size", "kv_bytes"):
+            if getattr(self, name) is None:
+                data.pop(name, None)
+        return data
+
     @property
     def block_size_given(self) -> int | None:
         """Tokens in a KV block as the engine is told; None where an earlier version stored only a multiple of them."""

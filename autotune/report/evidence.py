@@ -199,7 +199,7 @@ def trial_of(run: Run) -> MeasuredTrial:
         label=run.label,
         knobs=run.knobs,
         offered_rate=s.offered_rate,
-        attainment=s.attainment,
+        attainment=share_met(s),
         goodput=s.goodput,
         throughput=s.throughput,
         ttft_p99_ms=s.ttft_ms.p99,

@@ -15,8 +15,8 @@ from autotune.profiling.objective import Objective
 from autotune.profiling.points import known_gain, pareto, share_beside, share_interval
 from autotune.profiling.space import is_baseline
 from autotune.report.standing import ahead, compared_by
-from autotune.report.tables import Detail, class_table, fullest, latency, setting_cells, setting_table
-from autotune.report.wording import compared, lateness, sentence, times
+from autotune.report.tables import Detail, class_table, columns, fullest, latency, setting_cells, setting_table
+from autotune.report.wording import compared, lateness, required, sentence, times
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
@@ -59,7 +59,7 @@ def table(profile: Profile, width: int = 120) -> Table:
 
 def _drawn(profile: Profile, detail: Detail) -> Table:
     full, price = detail <= Detail.ALL_CLOSE, profile.price_per_hour
-    target = None if profile.classes else profile.slo.attainment  # of each class its own
+    target = required(Objective.of(profile))
     priced = () if price is None else ("per M tok",)
     met = "met" if detail >= Detail.SHORT else "attainment"
     by_mean = profile.objective == "mean-e2e"
@@ -128,7 +128,7 @@ def show(profile: Profile, console: Console) -> None:
     console.print(
         f"req/s: those that met the SLO{weighed or ', of'} {_offered(profile)}; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
-        f"± and ( ) are 95% intervals{_too_short(profile)}; wait in ms; p99 of so few requests is rough",
+        f"± and ( ) are 95% intervals{_too_few(profile, console.width)}; wait in ms; p99 of so few requests is rough",
         style="dim",
         highlight=False,
     )
@@ -153,10 +153,11 @@ def show(profile: Profile, console: Console) -> None:
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
 
 
-def _too_short(profile: Profile) -> str:
-    """Why a goodput has no ±, as a clause; "" where each has one."""
+def _too_few(profile: Profile, width: int) -> str:
+    """Why a goodput has no ±, as a clause; "" where each has one, or the table of that ``width`` shows none."""
+    shown = columns(_drawn(profile, Detail.SHORT)) <= width
     lacking = any(point.goodput.half is None for _, point, _ in rows(profile))
-    return ", where there is no ± the windows were too short for one" if lacking else ""
+    return ", where too few met it there is no ±" if shown and lacking else ""
 
 
 def _offered(profile: Profile) -> str:
@@ -210,7 +211,9 @@ def conclusion(profile: Profile) -> str:
         return f"{advice}. vLLM's defaults were not measured beside it."
     best = f"Best by measurement and simulation, {', '.join(turned)}"
     if gain is None:  # of a version that did not compare the runs, or the defaults met none
-        did = f"{_share(setting.point)} of requests within the SLO, with vLLM's defaults {_share(base)}"
+        did = (
+            f"{_share(profile, setting.point)} of requests within the SLO, with vLLM's defaults {_share(profile, base)}"
+        )
         if not base.met and ahead(setting.point, base):
             return f"{advice}: {did}."
         single = " (intervals of single requests)" if base.met and base.stage == "validation" else ""
@@ -241,10 +244,10 @@ def conclusion(profile: Profile) -> str:
     return f"No clear gain over vLLM's defaults here. {best}: {more}{met}."
 
 
-def _share(point: Point) -> str:
+def _share(profile: Profile, point: Point) -> str:
     """Its attainment and the interval of that."""
     interval = share_interval(point.attainment_low, point.attainment_high)
-    return f"{share_beside(share_met(point), point.attainment_low)} ({interval}%)"
+    return f"{share_beside(share_met(point), point.attainment_low, required(Objective.of(profile)))} ({interval}%)"
 
 
 def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:

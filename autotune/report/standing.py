@@ -14,7 +14,7 @@ from autotune.profiling.points import known_gain
 from autotune.report import wording
 from autotune.report.evidence import Evidence
 from autotune.report.wording import ms, percent, plus_minus, reached
-from runtime.slo import wilson_interval
+from runtime.slo import share_met, wilson_interval
 
 _BASELINE = f"the {VLLM_LABEL}"
 
@@ -78,7 +78,8 @@ def standing(evidence: Evidence) -> Standing:
         compared = f"no clear difference to {_BASELINE}"
         sentence += _uncertain(gain, mine, base)
     elif shares and not alike and base.mean:
-        sentence += f", with {percent(mine.mean)} attainment on the same requests against {percent(base.mean)}"
+        met, with_baseline = (percent(found.mean, target=wording.required(objective)) for found in (mine, base))
+        sentence += f", with {met} attainment on the same requests against {with_baseline}"
     return Standing(ratio, clear, f"{rate}, {compared}", compared, sentence)
 
 
@@ -134,7 +135,7 @@ def _of_same_requests(point: Point, baseline: Point) -> tuple[Spread, Spread] | 
 def _share(point: Point, seeds: Set[int], whole: Point) -> Spread:
     """Of ``point``, under ``seeds`` alone, which are all of ``whole``. Windows are equally long: rates do for counts."""
     if set(point.seeds) == seeds:
-        return Spread(mean=point.attainment, low=point.attainment_low, high=point.attainment_high, runs=())
+        return Spread(mean=share_met(point), low=point.attainment_low, high=point.attainment_high, runs=())
     runs = list(zip(point.seeds, point.goodput.runs, strict=True))
     rate = fmean(fmean(goodput for seed, goodput in runs if seed == one) for one in seeds)
     met = min(whole.offered, round(rate / whole.offered_rate * whole.offered))

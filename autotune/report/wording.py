@@ -45,6 +45,11 @@ def percent(share: float, after: int | None = None, *, target: float | None = No
     return in_percent(share, 1 if 0.9 < share < 1 else 0, target=target)
 
 
+def required(objective: Objective) -> float | None:
+    """The attainment that all requests are to have; None where each class has its own."""
+    return None if objective.classes else objective.slo.attainment
+
+
 def target_share(share: float) -> str:
     """The attainment that an SLO requires, as it is spelled: 99%, 99.9%."""
     return f"{share * 100:g}%"

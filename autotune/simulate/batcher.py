@@ -170,7 +170,7 @@ class SimulatedBatcher(TunableBatcher):
         self._tuned.closed = self._core.state.closing = True
         self._tuned.wake()
         if not drain:
-            self._calls.end(self._core.drop_waiting("the batcher was closed"))
+            self._calls.end(self._core.drop_waiting("the batcher was closed", FinishReason.ERROR))
         if not self._running:
             self.run()
 

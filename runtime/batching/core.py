@@ -58,6 +58,8 @@ class BatchCore:
         self.memory = MemoryCeilings(self.settings.limits)
         self.max_queue = max_queue
         self.slos: dict[str, SLO] = {}
+        self.slos_changed: list[Callable[[], None]] = []
+        """To be called after every change of ``slos``."""
         self.state = State(grouping_of(grouping), workers * concurrency, self.knobs)
         self.loads = [0] * workers
         """Calls that run on each worker."""
@@ -99,6 +101,8 @@ class BatchCore:
         else:
             self.slos[request_class] = slo
         self.state.slo_s = min((due for s in self.slos.values() if (due := first_target(s)) < inf), default=None)
+        for hear in self.slos_changed:
+            hear()
 
     # -- items ----------------------------------------------------------------------------------------------------------
 
@@ -383,19 +387,17 @@ class BatchCore:
             effective_limits=self.settings.effective_limits,
         )
 
-    def drop_waiting(self, cause: str, reason: FinishReason = FinishReason.CANCELLED) -> list[Ended]:
+    def drop_waiting(self, cause: str, reason: FinishReason) -> list[Ended]:
         """End everything that waits, or would run again."""
         ended: list[Ended] = []
         self.drop_into(ended.append, cause, reason)
         return ended
 
-    def drop_into(
-        self, note: Callable[[Ended], None], cause: str, reason: FinishReason = FinishReason.CANCELLED
-    ) -> None:
+    def drop_into(self, note: Callable[[Ended], None], cause: str, reason: FinishReason, *, cut: bool = False) -> None:
         """As :meth:`drop_waiting`. ``note`` is given each item that has ended, also where Ctrl-C interrupts this: the rest then
-        waits for another :meth:`drop_into`. An item may be noted again."""
+        waits for another :meth:`drop_into`. An item may be noted again. ``cut`` is that of :class:`Ended`."""
         for item in list(self._pending):
-            each = Ended(item, reason, cause)
+            each = Ended(item, reason, cause, cut=cut)
             try:
                 _ = self.forget(item) or self.leave(item)
             finally:

@@ -122,12 +122,14 @@ class Call:
 
 
 class Ended(NamedTuple):
-    """An item that ended without a result, and why."""
+    """An item that ended without a result, and why. ``cut``: by the end of the batcher, which its caller hears of as of a
+    cancel."""
 
     item: Item
     reason: FinishReason
     cause: str
     retry_after_s: float | None = None
+    cut: bool = False
 
 
 class Next(NamedTuple):

@@ -127,9 +127,11 @@ def fail_undelivered(items: Sequence[Item], error: BaseException, now: float, ep
 
 def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
     """An item ends without having run to its end."""
-    item, reason, cause, later = ended
-    if reason is FinishReason.TIMEOUT:
-        error: Exception = RequestTimeoutError(f"item {item.id}: {cause}")
+    item, reason, cause, later, cut = ended
+    if cut:
+        error: Exception = RequestCancelledError(f"item {item.id}: {cause}")
+    elif reason is FinishReason.TIMEOUT:
+        error = RequestTimeoutError(f"item {item.id}: {cause}")
     elif reason is FinishReason.REJECTED:
         error = RejectedError(f"item {item.id}: its deadline cannot be met", reason=cause, retry_after_s=later)
     elif reason is FinishReason.ERROR:

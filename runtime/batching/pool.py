@@ -399,7 +399,8 @@ class Pool:
                 self._timekeeper.look()
                 if not drain:
                     self.core.retries = 0
-                    self.core.drop_into(self._untold.append, "the batcher was closed")
+                    reason = FinishReason.CANCELLED if self._abandoned else FinishReason.ERROR
+                    self.core.drop_into(self._untold.append, "the batcher was closed", reason, cut=True)
                 self._backpressure.refuse(self._closed_because)
                 self._within = False
         except BaseException as error:

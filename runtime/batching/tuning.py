@@ -48,6 +48,8 @@ class TunableBatcher(Tuning):
     def __init__(self, pool: Tuned) -> None:
         super().__init__(pool.core.settings, pool.listeners, pool.clock, pool.core.slos, threads=True)
         self._pool = pool
+        # changes may be put off, and made by another face of the same core
+        pool.core.slos_changed.append(self._follow_slos)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -299,6 +299,8 @@ class EngineLoop:
         self, buffer: TokenBuffer, reason: FinishReason, cause: str, error: EngineClosedError | None = None
     ) -> None:
         """End the request of ``buffer`` from outside a step; nothing happens if it has already ended."""
+        if reason is FinishReason.REJECTED and buffer.tokens:
+            reason, cause = FinishReason.ERROR, f"rejected after its first token: {cause}"
         sequence = buffer.sequence
         if sequence is not None and not buffer.done:
             record = self.core.finish(sequence, reason, self._clock.now(), cause)

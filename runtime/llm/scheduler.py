@@ -158,8 +158,11 @@ class Scheduler:
             self.admission.queued(sequence)
         return sequence
 
-    def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
-        """End ``sequence`` in whatever state it is and take its blocks back. None if it has already ended."""
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "", *, trusted: bool = True
+    ) -> RequestRecord | None:
+        """End ``sequence`` in whatever state it is and take its blocks back. None if it has already ended.
+        ``trusted``: no step that failed wrote them."""
         state = sequence.state
         if state == "finished":
             return None
@@ -173,7 +176,7 @@ class Scheduler:
             self.drafter.forget(sequence)
         if state == "waiting":
             self.waiting.removed(sequence)
-        self.holdings.release(sequence, trusted=reason is not FinishReason.ERROR)
+        self.holdings.release(sequence, trusted=trusted)
         self.slack.left(sequence)
         sequence.cause = cause
         record = sequence.record(reason, now, self._epoch)
@@ -689,7 +692,7 @@ class Scheduler:
     def _end(
         self, sequence: Sequence, reason: FinishReason, now: float, finished: list[Finished], cause: str = ""
     ) -> None:
-        record = self.finish(sequence, reason, now, cause)
+        record = self.finish(sequence, reason, now, cause, trusted=reason is not FinishReason.ERROR)
         if record is not None:
             finished.append((sequence, record))
 

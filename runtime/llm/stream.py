@@ -97,12 +97,15 @@ class Stream:
     def __aiter__(self) -> AsyncTokenIterator:
         return AsyncTokenIterator(self)
 
-    def cancel(self, reason: FinishReason = FinishReason.CANCELLED, cause: str = "by the client") -> None:
-        """End the request, whatever its state: by its client's wish, unless ``reason`` and ``cause`` say otherwise. Returns at
-        once; nothing happens if it has already ended."""
-        self._buffer.cancel(reason, cause)
+    def cancel(self) -> None:
+        """End the request, whatever its state. Returns at once; nothing happens if it has already ended."""
+        self._buffer.cancel()
 
     close = cancel
+
+    def _end(self, reason: FinishReason, cause: str) -> None:
+        """As :meth:`cancel`, by no wish of the client's. For the server."""
+        self._buffer.cancel(reason, cause)
 
     def __enter__(self) -> Self:
         return self

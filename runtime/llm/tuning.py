@@ -58,6 +58,7 @@ class TunableCore(Tuning):
                 slos.pop(request_class, None)
             else:
                 slos[request_class] = slo
+        self._follow_slos()
         with suppress(EngineClosedError):
             self._post(self._core.retarget)
 

@@ -1,13 +1,12 @@
 """The metrics of an engine for Prometheus: a listener that collects records, and a collector that exposes them.
 
-The engine's thread drops records into a queue, and sees whether the SLOs have changed; the rest is counted when somebody asks,
-or by whoever calls :meth:`ServingMetrics.fold` now and then. Latencies are those of :class:`runtime.records.RequestRecord`, so a
-histogram counts a request when it has ended, with all its gaps.
+The engine's thread drops records into a queue; the rest is counted when somebody asks, or by whoever calls
+:meth:`ServingMetrics.fold` now and then. Latencies are those of :class:`runtime.records.RequestRecord`, so a histogram counts a
+request when it has ended, with all its gaps.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -20,15 +19,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from runtime.knobs import KNOBS
-from runtime.records import QUEUE_TIMEOUT_REASON, SLO_REASON, FinishReason, LimitedBy, RequestRecord, StepRecord
+from runtime.records import (
+    QUEUE_TIMEOUT_REASON,
+    SAME_CALL_REASON,
+    SLO_REASON,
+    FinishReason,
+    LimitedBy,
+    RequestRecord,
+    StepRecord,
+)
 from runtime.serving.histogram import LatencyHistogram, bounds_with
-from runtime.slo import METRICS, SLOHistory, find_slo, wilson_interval
-from runtime.tunable import Tunable
+from runtime.slo import METRICS, find_slo, wilson_interval
+from runtime.tunable import Tunable, slo_history_of
 from runtime.version import __version__
 
 PREFIX: Final = "autotune_"
 WINDOW_S: Final = 60.0
-REJECTIONS: Final = ("queue_full", SLO_REASON, QUEUE_TIMEOUT_REASON, "closed", "invalid")
+REJECTIONS: Final = ("queue_full", SLO_REASON, QUEUE_TIMEOUT_REASON, SAME_CALL_REASON, "closed", "invalid")
 """Why a request may have been rejected: causes of records, ``invalid`` for what could never run."""
 
 
@@ -73,7 +80,7 @@ class ServingMetrics(Collector):
         self._rejections: Counter[str] = Counter()
         self._relegated: Counter[str] = Counter()  # by class
         self._preemptions = 0
-        self._slos, self._looked = SLOHistory(dict(engine.slos)), -math.inf
+        self._slos = slo_history_of(engine)
         self._met: Counter[str] = Counter()  # by class, as the next three
         self._offered: Counter[str] = Counter()
         self._window_met: Counter[str] = Counter()
@@ -86,17 +93,12 @@ class ServingMetrics(Collector):
     # -- in the engine's thread -----------------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord) -> None:
-        self._look(record.end)
+        self._slos()
         self._steps.append(record)
 
     def on_request(self, record: RequestRecord) -> None:
-        self._look(record.finished)
+        self._slos()
         self._requests.append(record)
-
-    def _look(self, now: float) -> None:
-        if (slos := self._engine.slos) != self._slos.latest:
-            self._slos.change(dict(slos), self._looked)
-        self._looked = now
 
     # -- in any other ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class ServingMetrics(Collector):
         self.tpot.observe(record.tpot)
         self.itl.observe_all(record.itl)
         self.e2e.observe(record.e2e)
-        slos = self._slos.at(record.arrival)
+        slos = self._slos().at(record.arrival)
         slo = find_slo(slos, record.request_class)
         if slo is not None and record.offered:
             missed = slo.violated(record)

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.errors import AutotuneError, RejectedError, RequestTimeoutError, StepFailedError
 from runtime.llm.stream import Completion, Stream
-from runtime.records import FinishReason
+from runtime.records import SAME_CALL_REASON, FinishReason
 from runtime.serving.answers import DONE, Events
 from runtime.serving.errors import CLIENT_GONE, ApiError, api_error
 
@@ -36,7 +36,7 @@ def end_all(streams: Sequence[Stream], error: BaseException) -> None:
     the server's doing, else by the client's wish."""
     match error:
         case RejectedError():
-            how = FinishReason.REJECTED, error.reason
+            how = FinishReason.REJECTED, SAME_CALL_REASON
         case RequestTimeoutError():
             how = FinishReason.TIMEOUT, "with another of the same call"
         case StepFailedError():
@@ -44,7 +44,7 @@ def end_all(streams: Sequence[Stream], error: BaseException) -> None:
         case _:
             how = FinishReason.CANCELLED, "by the client"
     for stream in streams:
-        stream.cancel(*how)
+        stream._end(*how)
 
 
 async def completed(streams: Sequence[Stream], receive: Receive) -> list[Completion]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.shared.listeners import Listeners
 from runtime.shared.settings import Settings
 from runtime.shared.stand_ins import Held, ListenerStandIn, PolicyStandIn
-from runtime.slo import SLO
+from runtime.slo import SLO, SLOHistory
 from runtime.tunable import Lease, Listener, SchedulerView, StepPolicy
 
 T = TypeVar("T")
@@ -37,6 +38,9 @@ class Tuning(ABC):
         self.clock = clock
         """Of every record."""
         self._slos = slos
+        self.slo_history = SLOHistory(dict(slos))
+        """The SLOs over time, on ``clock``."""
+        self._follow_slos = partial(self.slo_history.follow, slos, clock)  # does not hold this object
         self._lease = settings.lease
 
     @abstractmethod
@@ -45,7 +49,7 @@ class Tuning(ABC):
 
     @abstractmethod
     def _put_slo(self, request_class: str, slo: SLO | None) -> None:
-        """``slo`` is that of ``request_class`` from now on; None: it has none of its own."""
+        """``slo`` is that of ``request_class`` from now on; None: it has none of its own. Followed by ``_follow_slos``."""
 
     @property
     @abstractmethod

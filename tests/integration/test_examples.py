@@ -96,6 +96,7 @@ def test_serve_and_call(tmp_path: Path) -> None:
     assert "'completion_tokens': 4" in done.stdout and re.search(r"^chat: \S+", done.stdout, re.MULTILINE)
     assert "refused with 400: temperature is 500.0; it must be at least 0 and at most 100" in done.stdout
     assert 'autotune_requests_total{reason="length"} 2.0' in done.stdout
+    assert re.search(r'^autotune_slo_attainment\{class="default"\} [\d.]+$', done.stdout, re.MULTILINE)
     assert done.stdout.endswith("stopped with 0\n")
 
 

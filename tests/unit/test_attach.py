@@ -513,7 +513,7 @@ def test_what_control_cannot_be_made_of(options: dict[str, Any], message: str) -
 
 def test_a_request_is_judged_by_the_slo_of_its_class() -> None:
     engine = SimulatedEngine(h200)
-    engine._slos["batch"] = SLO(ttft_ms=60_000)
+    engine.set_slo(SLO(ttft_ms=60_000), request_class="batch")
     with control(engine, slo="ttft=100ms") as attached:
         for kind, late in (("default", 0.05), ("default", 2.0), ("batch", 2.0), ("unknown", 2.0)):
             attached.on_request(request_record((late,), request_class=kind))

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import Batcher, RequestRecord, StepRecord
+from runtime import Batcher, FinishReason, RequestRecord, StepRecord
 from runtime.batching.core import BatchCore
 from runtime.batching.groupings import GROUPINGS
 from runtime.batching.item import ENDED, Call, Item
@@ -115,7 +115,7 @@ class World:
     def close(self, drain: bool) -> None:
         self.core.state.closing = True
         if not drain:
-            for ended in self.core.drop_waiting("closed"):
+            for ended in self.core.drop_waiting("closed", FinishReason.ERROR):
                 self.end(ended.item, str(ended.reason))
         for _ in range(10_000):
             if not self.core.has_work:

@@ -121,7 +121,7 @@ def test_a_grouping_that_fails_to_let_go_of_what_is_dropped_loses_nothing() -> N
         core.submit(item, 0.0)
     step = core.next(0.0)
     assert isinstance(core.fault, Bug) and step.call is None and not core.state.running
-    assert [each.item for each in [*step.ended, *core.drop_waiting("")]] == items
+    assert [each.item for each in [*step.ended, *core.drop_waiting("", FinishReason.ERROR)]] == items
     assert not core.has_work
 
 

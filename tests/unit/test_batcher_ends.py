@@ -116,8 +116,9 @@ def test_closing_finishes_what_waits_or_cancels_it() -> None:
     assert refused.value.reason == "closed"
     b.close()
 
-    fn = Gated()
+    fn, heard = Gated(), Records()
     b = Batcher(fn, max_batch_size=2)
+    b.subscribe(heard)
     futures = [b.submit(0)]
     fn.entered.acquire()
     futures += [b.submit(i) for i in range(1, 5)]
@@ -129,6 +130,9 @@ def test_closing_finishes_what_waits_or_cancels_it() -> None:
     fn.gate.release()
     closing.join(30)
     assert futures[0].result(0) == 0 and len(fn.calls) == 1
+    cut = [r for r in heard.requests if not r.completed]
+    assert [(r.reason, r.cause) for r in cut] == [(FinishReason.ERROR, "the batcher was closed")] * 4
+    assert all(r.offered for r in cut), "that was no wish of their clients"
 
 
 def test_an_error_in_the_with_block_does_not_wait_for_what_is_queued() -> None:

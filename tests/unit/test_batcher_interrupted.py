@@ -113,6 +113,7 @@ def test_settings_and_a_cancel_within_a_submit_hold() -> None:
         last = b.submit(2)
         assert signal.found == (1, False)
         assert waiting.cancelled() and b.knobs.max_batch_size == 7 and b.slos["default"].e2e_ms == 60_000
+        assert b.slo_history.latest == b.slos, "the change that was put off is not forgotten"
         fn.gate.release(2)
         assert running.result(30) == 0 and last.result(30) == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -393,3 +394,45 @@ def test_what_was_only_simulated_is_known_beside_what_was_measured(made: Callabl
     assert unmeasured_beside(place, made) and not unmeasured_beside(place, measured)
     save_profile(sample_profile(), place)
     assert unmeasured_beside(place, made), "of a model"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_stopped_before_it_measured_leaves_what_was_measured(
+    made: CallableProfile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "some_functions.py").write_text(FUNCTIONS)
+    (tmp_path / "good.jsonl").write_text('"text"\n')
+    slo = SLO(e2e_ms=400)
+    ticking, load = Ticking(0.020, 0.002), OfferedLoad(200.0, 1, 5.0, 1.0)
+    cost = calibrated(ticking, subject(ticking))
+    runs = [simulated(s, cost, [1], load, slo) for s in (AS_IT_COMES, ONE_AT_A_TIME)]
+    found = findings(cost, slo, 200.0, runs, capacity=380.0, capacity_size=32)
+    found.stopped = True
+    session = SimpleNamespace(run=lambda: found)
+    monkeypatch.setattr("autotune.profiling.callable.CallableSession", lambda *given, **named: session)
+    measured = made.model_copy(update={"points": (made.points[0].model_copy(update={"source": "measured"}),)})
+    save_callable_profile(measured, tmp_path / "embed.yaml")
+    before = (tmp_path / "embed.yaml").read_bytes()
+    arguments = [
+        "profile",
+        "--callable",
+        "some_functions:f",
+        "--inputs",
+        "good.jsonl",
+        "--slo",
+        "e2e=400ms",
+        "--out",
+        "embed.yaml",
+    ]
+    assert run([*arguments, *(["--json"] if as_json else [])]) == 130
+    assert (tmp_path / "embed.yaml").read_bytes() == before
+    told = capsys.readouterr()
+    assert "embed.yaml stays as it was. Run the same command to go on." in " ".join((told.out + told.err).split())
+    if as_json:
+        assert json.loads(told.out) == {"file": "embed.yaml", "status": "stopped"}

@@ -39,7 +39,8 @@ from autotune.simulate.batcher import SimulatedBatcher
 from autotune.workload import parse_workload, prompt_ids
 from runtime import SLO, Batcher, InputError
 from runtime.clock import VirtualClock
-from runtime.knobs import KNOBS
+from runtime.knobs import KNOBS, Knobs
+from runtime.records import FinishReason
 from tests.fakes import Records
 from tests.unit.callable_world import (
     Ticking,
@@ -174,6 +175,17 @@ def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
     assert [r.arrival for r in found] == [a.time for a in sent]
     assert [r.prompt_tokens for r in found] == [costs[prompt_ids(a, 3, 3)[0]] for a in sent]
     assert {r.prompt_tokens for r in found} == {10, 20, 30}
+
+
+def test_what_the_closing_of_a_simulated_batcher_cuts_is_a_miss() -> None:
+    """As that of a live one."""
+    batcher, heard = SimulatedBatcher(lambda call: 1.0, [1], knobs=Knobs(max_batch_size=1)), Records()
+    batcher.subscribe(heard)
+    for _ in range(3):
+        batcher.submit([0])
+    batcher.close(drain=False)
+    cut = [(r.reason, r.cause) for r in heard.requests if not r.completed]
+    assert cut and set(cut) == {(FinishReason.ERROR, "the batcher was closed")}
 
 
 def test_calls_end_however_late_it_is() -> None:

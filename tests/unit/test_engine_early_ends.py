@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 
+from autotune import control
 from runtime import (
     FinishReason,
     Knobs,
+    RejectedError,
     RequestCancelledError,
     RequestTimeoutError,
     StepFailedError,
@@ -17,6 +20,7 @@ from runtime.clock import MonotonicClock
 from runtime.llm.engine import Engine
 from runtime.llm.stream import Stream
 from runtime.request import Sequence
+from runtime.serving.streaming import end_all
 from tests.engines import Bench, bench
 
 
@@ -58,6 +62,56 @@ def preempted(b: Bench) -> Stream:
 
 
 STATES = [in_the_inbox, waiting, prefilling, decoding, preempted]
+
+
+def test_a_cancel_says_nothing_of_how_the_request_ends() -> None:
+    """As the callback of a future calls it: what it is given never comes to the engine's thread."""
+    with bench(slo="ttft=30s") as b, control(b.engine) as attached:
+        stream, other = b.decoding(2, max_tokens=9)
+        for cancel in (stream.cancel, stream.close):
+            with pytest.raises(TypeError):
+                cancel("the user pressed stop")  # type: ignore[call-arg]
+        done: Future[None] = Future()
+        done.add_done_callback(stream.cancel)  # type: ignore[arg-type]
+        done.set_result(None)
+        b.executor.go()
+        assert len(stream.result(timeout=30).token_ids) == len(other.result(timeout=30).token_ids) == 9
+        b.engine.view()  # who listens has heard of both by then
+        assert attached.status().attainment.offered == 2
+
+
+@pytest.mark.parametrize("error", [StepFailedError("another"), RejectedError("another", reason="slo")])
+def test_blocks_of_a_request_that_was_ended_from_outside_are_sound(error: Exception) -> None:
+    with bench() as b:
+        b.executor.hold()
+        stream = b.engine.submit([7] * 96, max_tokens=100)
+        b.held()
+        b.step()
+        b.step()
+        end_all([stream], error)
+        b.executor.go()
+        with pytest.raises(StepFailedError):
+            stream.result(timeout=30)
+        assert b.engine.generate([[7] * 96], max_tokens=1)[0].record.cached_tokens == 80
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_has_tokens_is_not_rejected(state: Callable[[Bench], Stream]) -> None:
+    """Where another request of the same call was, for being late."""
+    with bench(kv_tokens=96, slo="ttft=30s") as b:
+        stream = state(b)
+        begun = bool(stream.token_ids)
+        end_all([stream], RejectedError("another would be late", reason="slo"))
+        b.executor.go()
+        with pytest.raises(StepFailedError if begun else RejectedError):
+            stream.result(timeout=30)
+        record = stream.record
+        assert record is not None and record.offered
+        if begun:
+            said = "rejected after its first token: same_call"
+            assert (record.reason, record.cause) == (FinishReason.ERROR, said)
+        else:
+            assert (record.reason, record.cause) == (FinishReason.REJECTED, "same_call")
 
 
 @pytest.mark.parametrize("state", STATES)

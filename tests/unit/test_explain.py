@@ -20,6 +20,7 @@ from autotune.control.explain import summarize, timeline
 from autotune.control.tally import ClassTally, losses
 from autotune.profile import save_profile
 from autotune.workload import Arrival
+from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord
 from runtime.serving.record_log import RecordLog
@@ -322,6 +323,30 @@ def test_lines_say_what_was_lost_that_which_weighs_the_most_first() -> None:
         == "requests  3999 of 4000 met their SLO (99.98%)"
     ), "one was not"
     assert list(losses({})) == []
+
+
+def test_a_missed_target_is_not_shown_to_be_met() -> None:
+    """296 of 299 are 98.997%."""
+    ended = {name: ClassTally(offered=299, met=296).as_dict() for name in ("chat", "default")}
+    for targets, whole, chat in (
+        ((99, 99), "98.997%", "98.997%"),
+        ((99, 95), "99.0%", "98.997%"),
+        ((95, 95), "99.0%", "99.0%"),
+    ):
+        slos = {name: f"ttft=1s@{share}%" for name, share in zip(("chat", "default"), targets, strict=True)}
+        log = [
+            decision(0, "attach", "")._replace(
+                evidence={"slo": "ttft=1s@50%", "slos": {n: "ttft=1s@50%" for n in slos}}
+            ),
+            decision(1, "note", "")._replace(evidence={"slos": slos}),
+            decision(2, "detach", "")._replace(evidence={"outcomes": ended}),
+        ]
+        lines = "\n".join(summarize(log).lines())
+        assert f"592 of 598 met their SLO ({whole})" in lines and f"chat      296 of 299 met ({chat})" in lines
+    old = [decision(0, "attach", "")._replace(evidence={"slo": "ttft=1s@99%"}), log[-1]]
+    assert summarize(old).targets == {"default": 0.99} and summarize(RUN).targets == {}
+    with pytest.raises(InputError, match='the SLOs of the attach at 0 s: "fast" is not a target'):
+        summarize([decision(0, "attach", "")._replace(evidence={"slos": {"default": "fast"}})])
 
 
 def overloaded(path: Path) -> tuple[simulate.SimulatedEngine, dict[str, list[RequestRecord]]]:

@@ -15,6 +15,7 @@ from autotune.profile.callable import BatcherSetting, save_callable_profile
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.errors import InputError
 from runtime.knobs import Knobs
+from runtime.slo import SLO
 from tests.callable_profile import ADAPTIVE, DYNAMIC, SLOWER, profile_of
 from tests.sample_profile import sample_model, sample_profile
 
@@ -205,6 +206,9 @@ def test_everything_a_callable_is_given_there() -> None:
     }  # fmt: skip
     text = " ".join(export(profile, TARGETS["triton"]).text(Path("config.pbtxt")).replace("\n# ", " ").split())
     assert "simulated for this project's own batcher" in text and profile.function in text
+    missed = profile.points[0].model_copy(update={"offered": 299, "met": 296, "attainment": 0.99})
+    missed_it = export(profile.model_copy(update={"points": (missed,)}), TARGETS["triton"])
+    assert missed_it.source.facts()["measured"].startswith("98.997% of 299 items met the SLO")
 
 
 @pytest.mark.parametrize(
@@ -232,6 +236,29 @@ def test_ray_serve_waits_as_long_as_a_full_call_runs(
     assert "even if an earlier one still runs" in said and "loses nothing" not in said
     assert (f"so {1000 * written:g} ms is written, the time of a full call" in said) is (written * 1000 > wait)
     assert any(line.startswith(f"max_wait_ms {wait} ms is approximate") for line in made.reports)
+
+
+@pytest.mark.parametrize(
+    ("slo", "wait", "written"), [(44, 0, 22), (43, 0, 10.5), (30, 0, 4), (30, 5, 5), (20, 0, 0), (20, 1, 1)]
+)
+def test_ray_serve_waits_no_longer_than_the_slo_has_room_for(slo: float, wait: float, written: float) -> None:
+    """A call of one item takes 22 ms: one that waits as long is late within 43 ms, by the wait alone."""
+    profile = profile_of(DYNAMIC._replace(knobs=DYNAMIC.knobs.with_(max_wait_ms=wait)))
+    service = profile.service.model_copy(update={"capacity_size": 1})
+    made = export(profile.model_copy(update={"service": service, "slo": SLO(e2e_ms=slo)}), TARGETS["ray-serve"])
+    assert made.written["user_config.batch_wait_timeout_s"] == pytest.approx(written / 1000)
+    tight = f"late for the SLO of {slo:g} ms, so {written:g} ms is written, and batches stay small"
+    assert (tight in note(made, "max_wait_ms")) == (slo < 44)
+
+
+def test_a_full_call_of_ray_serve_holds_no_more_than_cost_allows() -> None:
+    """Here: of 512 items of 64 each 8 fill a call, which takes 20 ms + 2 ms an item."""
+    knobs = DYNAMIC.knobs.with_(max_batch_size=512, token_budget=512)
+    profile = profile_of(DYNAMIC._replace(knobs=knobs))
+    costly = profile.model_copy(update={"inputs": profile.inputs.model_copy(update={"cost": "len", "mean_cost": 64.0})})
+    service = profile.service.model_copy(update={"per_cost_ms": 0.0})
+    made = export(costly.model_copy(update={"service": service}), TARGETS["ray-serve"], allow_lossy=True)
+    assert made.written["user_config.batch_wait_timeout_s"] == pytest.approx(0.036)
 
 
 def test_a_wait_of_ray_serve_is_no_matter_for_calls_of_one_item() -> None:

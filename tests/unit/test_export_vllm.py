@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.export import Export, Fit, export
+from autotune.export import export as export_of
 from autotune.export.vllm import VLLM
 from autotune.profile import KvPool
 from runtime.errors import InputError
@@ -128,6 +129,35 @@ def test_a_pool_of_hardly_more_than_one_request_is_given_in_bytes(blocks: int, l
     assert "gpu-memory-utilization" in made(kv_blocks=9000, model=sample_model(max_model_len=8192)).written
 
 
+@pytest.mark.parametrize(
+    ("weights", "pool", "longest", "given", "length"),
+    [
+        (100, 34, 15, 0, 15),  # 0.95 of 139.8 GiB, less a tenth for activations, leaves 18.8
+        (113, 24.5, 9.9, 12.8, 9.9),  # and here 5.8: of nine tenths 12.8 are left beside the weights
+        (113, 24.5, 20, 12.8, 12.8),
+        (126, 12, 10, 12, 10),  # nothing is left
+    ],
+)
+def test_a_share_that_is_cut_leaves_one_request_or_bytes_do(
+    weights: float, pool: float, longest: float, given: float, length: float
+) -> None:
+    """GiB. Where bytes do not either, the longest request is a shorter one."""
+    token, gib = 131_072, 2**30
+    model = sample_model(parameters=int(weights * gib / 2), max_model_len=int(longest * gib / token))
+    chunk = int(length * gib / token)
+    knobs = Knobs(max_batch_size=8, max_wait_ms=0, token_budget=262_144, chunk_size=chunk)
+    export = made(knobs, model=model, kv_blocks=int(pool * gib / token / 16))
+    held, written = export.written.get("kv-cache-memory-bytes", 0), export.written["max-model-len"]
+    assert isinstance(held, int) and isinstance(written, int)
+    assert (export.written.get("gpu-memory-utilization") == 0.95) == (not given)
+    assert held / gib == pytest.approx(given, abs=0.05) and written * token / gib == pytest.approx(length, abs=0.05)
+    assert not held or held >= (written + 256) * token
+    lowered = [line for line in export.reports if line.startswith("max_model_len")]
+    assert len(lowered) == (length < longest) and all("is approximate: vLLM does not start" in line for line in lowered)
+    assert ("KV cache cut to 12.8 GiB" in note(export, "kv_pool")) == (given == 12.8)
+    assert int(export.written.get("long-prefill-token-threshold", 0)) <= written
+
+
 def test_drafts_are_looked_up_by_n_grams_there_too() -> None:
     export = made(Knobs(draft_tokens=5))
     assert json.loads(str(export.written["speculative-config"])) == {
@@ -152,7 +182,13 @@ def test_no_more_is_drafted_than_leaves_every_sequence_a_token(slots: int, budge
     )
     assert said.removeprefix(f"draft_tokens {drafts} tokens is ").startswith(begins)
     going = budget // (1 + drafts)
-    assert (f"only {going} of {min(slots, budget)} sequences would go on" in said) is (fit < drafts)
+    why = f"only {going} of {min(slots, budget)} sequences would go on"
+    assert (why in said) is (fit < drafts)
+    if not fit:
+        with pytest.raises(
+            InputError, match=rf"draft_tokens={drafts} has no counterpart in vLLM: vLLM gives .*{why}; allow"
+        ):
+            export_of(sample_profile({"balanced": export.source.knobs}), VLLM)
 
 
 def test_the_share_is_left_to_vllm_when_the_profile_cannot_tell() -> None:

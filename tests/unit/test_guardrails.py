@@ -37,11 +37,20 @@ def test_one_decision_goes_only_so_far(wanted: Knobs, current: Knobs) -> None:
 
 def test_it_says_what_it_holds() -> None:
     rails = Guardrails({"max_batch_size": (8, 64), "chunk_size": (1, 99)}, {"token_budget": 128, "max_wait_ms": 2.5})
-    assert rails.holds(Knobs(64, 2.5, 128, 99)) == {}
-    assert rails.holds(Knobs(65, 0, 256, 99)) == {
+    assert rails.holds(Knobs(64, 2.5, 128, 99), LIMITS) == {}
+    assert rails.holds(Knobs(65, 0, 256, 99), LIMITS) == {
         "max_batch_size": "max_batch_size is bounded to 8–64",
         "max_wait_ms": "max_wait_ms is pinned at 2.5 ms",
         "token_budget": "token_budget is pinned at 128",
+    }
+
+
+def test_what_a_ceiling_holds_no_pin_does() -> None:
+    rails, low = Guardrails({"chunk_size": (64, 128)}, {"max_batch_size": 64}), KnobLimits(32, 0, 400, 50)
+    assert rails.holds(Knobs(512, 0, 400, 4096), low) == {}, "32 and 50 either way"
+    assert rails.holds(Knobs(16, 0, 400, 8), low) == {
+        "max_batch_size": "max_batch_size is pinned at 64 (the ceiling is 32 now)",
+        "chunk_size": "chunk_size is bounded to 64–128 (the ceiling is 50 now)",
     }
 
 

@@ -15,7 +15,7 @@ from autotune.control.controllers.predictive import PredictiveController, consta
 from autotune.control.decision_log import Decision
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits, Knobs
-from runtime.records import FinishReason, LimitedBy, StepRecord
+from runtime.records import SAME_CALL_REASON, FinishReason, LimitedBy, StepRecord
 from runtime.slo import SLO, attainment
 from runtime.step_model import StepFeatures
 from tests.building import request_record
@@ -337,7 +337,8 @@ def test_prompts_that_came_together_to_carry_the_load_do_so_no_longer_once_nothi
     ("reason", "cause", "leaves"),
     [
         (FinishReason.REJECTED, "slo", True), (FinishReason.REJECTED, "queue_timeout", True), (FinishReason.TIMEOUT, "", True),
-        (FinishReason.REJECTED, "queue_full", False), (FinishReason.CANCELLED, "by the client", False),
+        (FinishReason.REJECTED, "queue_full", False), (FinishReason.REJECTED, SAME_CALL_REASON, False),
+        (FinishReason.CANCELLED, "by the client", False),
     ],
 )  # fmt: skip
 def test_late_requests_leave_by_themselves_where_one_was_late_and_was_not_served(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -143,7 +144,9 @@ def test_what_was_measured_is_not_replaced_by_what_was_only_simulated(
         assert [file.read_bytes() for file in files] == before and names(tmp_path) == {"a.yaml", "a.points.jsonl"}
         told = capsys.readouterr()
         why = f"stopped, for {fault}, before" if fault else "stopped before"
-        assert f"{why} a setting was measured; " in " ".join(told.err.split()) and not told.out
+        assert f"{why} a setting was measured; " in " ".join(told.err.split())
+        said = {"file": str(files[0]), "status": "stopped"}
+        assert json.loads(told.out) == said if as_json else not told.out
         assert "a.yaml stays as it was. Run the same command to go on." in " ".join(told.err.split())
     written(tmp_path, findings(simulated, run(LARGE, 39), stopped=True))  # measured, too
     assert load_profile(files[0]).knobs == LARGE and load_profile(files[0]).status == "stopped"

@@ -78,10 +78,17 @@ def test_version_2_called_warnings_and_paired_simulations_otherwise() -> None:
     assert found.cost_model.serving_overhead_s == old["cost_model"]["excess_s"] > 0
 
 
+def test_what_is_not_known_of_a_pool_is_not_in_the_file() -> None:
+    """A version before had no such fields, and takes none that it does not know."""
+    known = {"kv_block_size": 16, "kv_bytes": 1 << 30}
+    assert not known.keys() & sample_profile().model_dump(mode="json")["engine"].keys()
+    assert known.items() <= sample_profile(engine=known).model_dump(mode="json")["engine"].items()
+
+
 def test_an_engine_of_before_kept_one_block_for_each_decode_handed_out_whole_prompts_and_had_no_options() -> None:
     data = sample_profile().model_dump(mode="json")
     for name in OF_ENGINES:
-        del data["engine"][name]
+        data["engine"].pop(name, None)
     found = Profile.model_validate_json(json.dumps(data), strict=True).engine
     assert {name: getattr(found, name) for name in OF_ENGINES} == OF_ENGINES
 

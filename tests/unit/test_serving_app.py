@@ -301,9 +301,13 @@ async def test_a_list_of_prompts_is_refused_as_a_whole() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         await first
         ended = [b.heard.request() for _ in range(4)]
+        told = (await client.get("/metrics")).text
+    for why, count in (("queue_full", 1), ("same_call", 2)):
+        assert f'autotune_requests_rejected_total{{why="{why}"}} {count}.0' in told
     assert Counter((r.reason, r.cause) for r in ended) == {
         (FinishReason.LENGTH, ""): 1,
-        (FinishReason.REJECTED, "queue_full"): 3,  # the fourth was never sent
+        (FinishReason.REJECTED, "queue_full"): 1,
+        (FinishReason.REJECTED, "same_call"): 2,  # and the fourth was never sent
     }
 
 

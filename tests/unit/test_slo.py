@@ -226,6 +226,10 @@ def test_rounding_hides_no_miss_and_crosses_no_target(
     assert in_percent(met / offered, digits, target=target) == text
 
 
+def test_what_is_no_number_is_no_share() -> None:
+    assert [in_percent(math.nan, target=target) for target in (None, 0.99)] == ["–", "–"]
+
+
 def test_an_error_of_arithmetic_is_no_miss() -> None:
     below = math.nextafter(0.99, 0), math.nextafter(1.0, 0)
     assert [in_percent(share, target=0.99) for share in below] == ["99.0%", "100.0%"]

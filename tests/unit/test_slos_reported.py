@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from rich.console import Console
 
 from autotune import control, simulate
@@ -15,17 +17,23 @@ from autotune.cli.main import run as cli
 from autotune.cli.watch import _table
 from autotune.control.attainment import AttainmentTracker
 from autotune.control.decision_log import read_decisions
+from autotune.control.loop import Control
 from autotune.control.status import ClassStatus, Status
+from autotune.engines.callable import CallableEngine
 from autotune.report.run import compose, html, read_run
 from autotune.report.run.story import Run
 from autotune.report.tables import latency
 from autotune.workload import Arrival
+from runtime import Batcher
+from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import SamplingParams
+from runtime.serving.metrics import ServingMetrics
 from runtime.serving.record_log import RecordLog
-from runtime.slo import SLO, Attainment, RequestClass, attainment
+from runtime.slo import SLO, Attainment, RequestClass, SLOHistory, attainment
 from tests.building import request_record
+from tests.engines import bench
 from tests.fakes import Records
 from tests.unit.control_world import VLLM, Formula, h200, poisson
 
@@ -90,9 +98,9 @@ def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[Requ
         share(after, {"default": TIGHT, ODD: BATCH}),
     )
     late = [p.at for p in run.slo_periods][1]
-    between = [r for r in after if r.arrival < late]  # came between the last two looks
+    assert late == changed, "not when a step found it"
     found = run.judged(run.records)
-    assert found.offered == of + of_after and abs(found.met - met - met_after) <= len(between)
+    assert (found.met, found.offered) == (met + met_after, of + of_after)
     assert found.share > attainment(records, TIGHT).share + 0.05, "the tightest for all would be wrong"
     made = {section.key: section for section in compose(run).sections}
     table = made["service"].tables[0]
@@ -126,10 +134,8 @@ def test_an_older_log_has_one_slo(files: tuple[Path, Path, list[RequestRecord], 
 def test_live_and_afterwards_a_request_is_judged_by_the_slo_of_when_it_came(
     files: tuple[Path, Path, list[RequestRecord], float],
 ) -> None:
-    log, requests, records, changed = files
+    log, requests, records, _ = files
     run = read_run(log, requests)
-    late = [p.at for p in run.slo_periods][1]
-    assert 30 < late < changed, "it had been idle since then: who came after that came after the change"
     told = next(d.evidence["outcomes"] for d in run.decisions if "outcomes" in d.evidence)
     assert sum(one["met"] for one in told.values()) == run.judged(records).met
     assert sum(one["offered"] for one in told.values()) == run.judged(records).offered
@@ -152,6 +158,151 @@ def test_a_target_that_changes_while_requests_run_is_not_theirs(tmp_path: Path) 
     assert run.judged(kept.requests).met == 20 and run.slo_periods[-1].at == changed
 
 
+def fares(attached: Control, metrics: ServingMetrics) -> tuple[tuple[int, int], ...]:
+    """(met, offered) as the controller tells and as the metrics do."""
+    seen, text = attached.status().attainment, generate_latest(metrics.registry).decode()
+    told = [
+        re.search(rf'^autotune_slo_{n}_total{{class="default"}} (\S+)$', text, re.MULTILINE) for n in ("met", "offered")
+    ]
+    met, offered = (int(float(one[1])) for one in told if one is not None)
+    return (seen.met, seen.offered), (met, offered)
+
+
+def stated_since(log: Path) -> float:
+    return float([d.evidence["since"] for d in read_decisions(log) if "since" in d.evidence][-1])
+
+
+def test_who_is_in_the_first_step_of_an_idle_engine_is_judged_by_the_slo_of_when_it_came(tmp_path: Path) -> None:
+    with bench(slo="e2e=100s") as b:
+        metrics, log = ServingMetrics(b.engine), tmp_path / "run.jsonl"
+        with control(b.engine, slo="e2e=100s", log=log, interval_s=1e-9) as attached:
+            b.engine.generate([[1]], max_tokens=2)
+            b.executor.hold()
+            streams = [b.engine.submit([i], max_tokens=1) for i in range(5)]
+            b.held()
+            before = b.engine.clock.now()
+            b.engine.set_slo(SLO(e2e_ms=1e-6))
+            after = b.engine.clock.now()
+            b.executor.go()
+            for stream in streams:
+                stream.result()
+            b.engine.generate([[1]], max_tokens=1)
+            b.engine.view()  # after a step its records are told
+            assert fares(attached, metrics) == ((6, 7), (6, 7))
+        assert before <= stated_since(log) <= after
+
+
+class Told(Records):
+    """Counts who has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Semaphore(0)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.ended.release()
+
+
+def test_who_is_in_a_long_call_is_judged_by_the_slo_of_when_it_came(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def held(items: list[int]) -> list[int]:
+        begun.set()
+        assert go.wait(60)
+        return items
+
+    log = tmp_path / "run.jsonl"
+    with Batcher(held, max_batch_size=8, slo="e2e=100s") as batcher:
+        metrics = ServingMetrics(batcher)
+        with control(batcher, slo="e2e=100s", log=log, interval_s=1e-9) as attached:
+            told = Told()
+            batcher.subscribe(told)  # hears of each after those above
+            handles = [batcher.submit(i) for i in range(5)]
+            assert begun.wait(60)
+            before = batcher.clock.now()
+            batcher.set_slo(SLO(e2e_ms=100_001))
+            batcher.set_slo(SLO(e2e_ms=1e-6, attainment=0.5))
+            after = batcher.clock.now()
+            go.set()
+            assert all(told.ended.acquire(timeout=60) for _ in handles)
+            assert fares(attached, metrics) == ((5, 5), (5, 5))
+            assert "100.0% of the last 5, each by the SLO of when it came" in str(attached.status())
+        assert before <= stated_since(log) <= after
+
+
+def test_every_face_of_a_batcher_knows_when_its_slo_changed() -> None:
+    with Batcher(list, slo="e2e=1s") as batcher:
+        face = CallableEngine(batcher, [1])
+        batcher.set_slo("e2e=2s")
+        face.set_slo("e2e=3s")
+        for one in (batcher, face):
+            assert [slos["default"].e2e_ms for _, slos in one.slo_history.periods] == [1000, 2000, 3000]
+
+
+class Foreign:
+    """An engine that keeps no SLOs over time."""
+
+    def __init__(self) -> None:
+        self.slos, self.weights, self.clock = {"default": CHAT}, dict[str, float](), VirtualClock(5.0)
+
+
+def test_the_slos_of_an_engine_that_does_not_keep_them_count_from_the_look_that_finds_them() -> None:
+    engine = Foreign()
+    seen = AttainmentTracker(engine, CHAT)  # type: ignore[arg-type]
+    seen.look()
+    engine.slos = {"default": TIGHT}
+    engine.clock.advance_to(9.0)
+    seen.look()
+    assert seen.changed() and seen.slos == {"default": TIGHT} and seen.as_evidence()["since"] == 9.0
+    for arrival in (6.0, 9.0):
+        seen.add(request_record([arrival + 0.1], arrival=arrival))
+    assert (seen.attainment().met, seen.attainment().offered) == (1, 2)
+
+
+def test_every_change_between_two_looks_counts() -> None:
+    made = engine()
+    seen = AttainmentTracker(made, CHAT)
+    made.set_slo(TIGHT)
+    seen.look()
+    assert "since" not in seen.as_evidence(), "what there was before it looked is nothing to it"
+    for slo in (CHAT, TIGHT, CHAT):
+        made.clock.advance_to(made.clock.now() + 10)
+        made.set_slo(slo)
+    for arrival in (5.0, 15.0, 25.0, 35.0):
+        seen.add(request_record([arrival + 0.1, arrival + 0.11], arrival=arrival))
+    assert (seen.attainment().met, seen.attainment().offered) == (2, 4) and seen.as_evidence()["since"] == 30.0
+
+
+def test_slos_set_from_many_threads_and_within_a_change_are_all_kept() -> None:
+    clock, slos = VirtualClock(), {"default": CHAT}
+    history = SLOHistory(dict(slos))
+
+    class Interrupted(VirtualClock):
+        """Another change comes while the time of one is taken, as in a signal handler."""
+
+        def now(self) -> float:
+            if slos["default"] is not BATCH:
+                slos["default"] = BATCH
+                history.follow(slos, clock)
+            return super().now()
+
+    slos["default"] = TIGHT
+    history.follow(slos, Interrupted())
+    assert history.latest == slos == {"default": BATCH}
+    made = engine()
+
+    def put(name: str) -> None:
+        for n in range(1, 50):
+            made.set_slo(SLO(e2e_ms=n), request_class=name)
+
+    threads = [threading.Thread(target=put, args=(f"c{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made.slo_history.latest == made.slos
+
+
 def test_an_slo_from_no_time_is_said(tmp_path: Path) -> None:
     log, found = tmp_path / "run.jsonl", {"slos": {"default": str(CHAT)}, "since": "now"}
     with control(engine(), log=log) as attached:
@@ -163,7 +314,7 @@ def test_an_slo_from_no_time_is_said(tmp_path: Path) -> None:
 def test_all_figures_of_a_status_are_of_the_same_requests() -> None:
     """Of the last 1,024, whatever of them completed: old latencies say nothing of what comes now."""
     seen = AttainmentTracker(engine(), CHAT)
-    seen.look(0.0)
+    seen.look()
     assert seen.changed() and set(seen.slos) == {"default", ODD}
     for at in range(1000):
         seen.add(request_record([at + 2.0, at + 2.1], arrival=at))
@@ -211,6 +362,38 @@ def test_watch_says_where_there_is_no_latency_and_whose_target_it_is() -> None:
     several = shown(status(default=CHAT, late=SLO(ttft_ms=900, attainment=0.9)))
     assert re.search(r"attainment +75.0% of the last 4$", several, re.MULTILINE)
     assert f"75.0% of 4 within {CHAT}" in several and "within ttft=900ms@90%" in several
+
+
+def test_an_attainment_by_former_slos_is_not_set_beside_the_new_target_alone() -> None:
+    found = Attainment(3, 4, 0, {})
+
+    def status(**changed: bool) -> Status:
+        classes = {name: ClassStatus(CHAT, found, {}, is_so) for name, is_so in changed.items()}
+        return Status(VLLM, "r", found, CHAT, False, False, False, classes)
+
+    judged = ", each by the SLO of when it came"
+    assert f"75.0% of the last 4 (target 99%){judged}" in shown(status(default=True))
+    assert f"75.0% of the last 4{judged} · regime" in str(status(default=True)) and judged not in str(
+        status(default=False)
+    )
+    several = shown(status(default=False, late=True))
+    assert f"75.0% of 4 within {CHAT}" in several and f"75.0% of 4{judged}; now {CHAT}" in several
+    assert [one["slo_changed"] for one in status(default=False, late=True).as_dict()["classes"].values()] == [
+        False,
+        True,
+    ]
+
+
+def test_a_target_of_the_same_latencies_is_no_other_slo() -> None:
+    made = engine()
+    seen = AttainmentTracker(made, CHAT)
+    for slo, changed in ((CHAT, False), (SLO(ttft_ms=300, tpot_ms=30, attainment=0.5), False), (TIGHT, True)):
+        made.set_slo(slo)
+        seen.look()
+        seen.changed()
+        if not changed:
+            seen.add(request_record([1.1], arrival=1.0 + made.clock.now()))
+        assert seen.by_class()["default"].slo_changed is changed
 
 
 @pytest.mark.usefixtures("socket_home")

@@ -134,6 +134,8 @@ def test_what_misses_its_target_is_not_shown_to_meet_it() -> None:
     assert "99.98%" in shown(simulated_table([met], TARGET, None, 160), 160)
     made = profile(findings(measured(SMALL, 296, offered=299), measured(VLLM, 250, offered=299)))
     assert "98.997% (" in shown(profiled_tables.table(made, 160), 160)
+    better = profile(findings(measured(SMALL, 296, offered=299), measured(VLLM, 250, offered=299)), gain=None)
+    assert "98.997% (" in profiled_tables.conclusion(better)
     assert (percent(296 / 299), percent(296 / 299, target=0.99), percent(3999 / 4000)) == ("99.0%", "98.997%", "99.98%")
     assert (percent(0.99961), percent(0.9996, 0), percent(0.71), percent(1.0)) == ("99.96%", "100%", "71%", "100%")
 
@@ -149,7 +151,11 @@ def test_an_interval_wider_than_the_goodput_itself_is_not_shown() -> None:
         console = Console(width=160, file=StringIO(), record=True)
         profiled_tables.show(made, console)
         text = " ".join(console.export_text().split())
-        assert ("where there is no ± the windows were too short for one" in text) == (made is wide)
+        assert (", where too few met it there is no ±; wait in ms" in text) == (made is wide)
+        console = Console(width=60, file=StringIO(), record=True)  # which has no room for any ±
+        profiled_tables.show(made, console)
+        text = " ".join(console.export_text().split())
+        assert " ± 0" not in text and "p99 of so few" in text and "where too few met it" not in text
 
 
 def test_weights_are_said_where_goodput_counts_by_them() -> None:

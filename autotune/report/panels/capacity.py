@@ -8,7 +8,7 @@ from autotune.report.evidence import Evidence
 from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
 from autotune.report.section import Section, absent
 from autotune.report.standing import limit
-from autotune.report.wording import listed, ms, number, percent
+from autotune.report.wording import listed, ms, number, percent, required
 from runtime.slo import share_met
 
 KEY, TOPIC = "capacity", "How much it carries"
@@ -16,7 +16,7 @@ KEY, TOPIC = "capacity", "How much it carries"
 
 def section(evidence: Evidence) -> Section:
     found, objective = evidence.profile.capacity, Objective.of(evidence.profile)
-    target = None if objective.classes else objective.slo.attainment  # of each class its own
+    target = required(objective)
     if found is None:
         return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that meets the SLO.")
     if len(found.tried) < 2:

@@ -11,7 +11,7 @@ from autotune.profiling.points import Stage
 from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, layout, line, log_axis, plain
 from autotune.report.section import Section, Table, absent
-from autotune.report.wording import STAGES, cut, defaults, listed, number, percent, reached, short_setting
+from autotune.report.wording import STAGES, cut, defaults, listed, number, percent, reached, required, short_setting
 
 KEY, TOPIC = "history", "The search"
 _NEAR = 0.99
@@ -101,11 +101,12 @@ def _dots(which: list[int], xs: list[int], ys: list[float], hover: list[str], **
 
 def _hover(objective: Objective, trial: MeasuredTrial, number_: int, owner: str) -> str:
     head = f"<b>trial {number_}</b>" + (f", {plain(owner)}" if owner else "")
+    met = percent(trial.attainment, target=required(objective))
     return "<br>".join(
         (
             head,
             short_setting(trial.knobs),
-            f"{reached(objective, trial)}, {objective.measure.attained.format(percent(trial.attainment))}",
+            f"{reached(objective, trial)}, {objective.measure.attained.format(met)}",
         )
     )
 

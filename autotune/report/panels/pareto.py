@@ -11,9 +11,20 @@ from autotune.report.evidence import Evidence, LatencyBound, MeasuredTrial, targ
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, error_bars, layout, line, log_axis, note, plain
 from autotune.report.section import Section, absent
 from autotune.report.standing import standing
-from autotune.report.wording import STAGES, defaults, ms, names, number, percent, plus_minus, reached, short_setting
+from autotune.report.wording import (
+    STAGES,
+    defaults,
+    ms,
+    names,
+    number,
+    percent,
+    plus_minus,
+    reached,
+    required,
+    short_setting,
+)
 from runtime.knobs import Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, share_met
 
 KEY = "pareto"
 _FEWEST = 2
@@ -256,7 +267,7 @@ def _front(measure: Measure, xs: Sequence[float], ys: Sequence[float]) -> tuple[
 
 
 def _hover(objective: Objective, found: MeasuredTrial | Point, called: str = "") -> str:
-    said = reached(objective, found)
+    said, share = reached(objective, found), share_met(found) if isinstance(found, Point) else found.attainment
     if isinstance(found, Point):
         head = f"<b>{plain(called)}</b>, {STAGES[found.stage]}"
         if objective.interval(found) is not None and found.goodput.half is not None:
@@ -268,7 +279,7 @@ def _hover(objective: Objective, found: MeasuredTrial | Point, called: str = "")
             head,
             short_setting(found.knobs),
             said,
-            f"{percent(found.attainment)} of requests met the SLO",
+            f"{percent(share, target=required(objective))} of requests met the SLO",
             f"p99: TTFT {ms(found.ttft_p99_ms)}, TPOT {ms(found.tpot_p99_ms)}",
         )
     )

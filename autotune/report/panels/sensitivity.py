@@ -12,7 +12,7 @@ from autotune.profiling.objective import Measure, Objective
 from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
 from autotune.report.section import Section, absent
-from autotune.report.wording import ms, percent, reached, short_setting
+from autotune.report.wording import ms, percent, reached, required, short_setting
 from autotune.simulate.sensitivity import Sensitivity
 from runtime.knobs import KNOBS, Knobs, KnobSpec
 
@@ -193,10 +193,11 @@ def _better(evidence: Evidence, swept: Sensitivity) -> str:
 
 
 def _hover(objective: Objective, spec: KnobSpec, value: float, score: Score) -> str:
+    met = percent(score.attainment, target=required(objective))
     return "<br>".join(
         (
             f"<b>{spec.name} {value:,g} {spec.unit}</b>, simulated",
-            f"{reached(objective, score)}, {objective.measure.attained.format(percent(score.attainment))}",
+            f"{reached(objective, score)}, {objective.measure.attained.format(met)}",
             f"p99: TTFT {ms(score.ttft_ms.p99)}, TPOT {ms(score.tpot_ms.p99)}",
         )
     )

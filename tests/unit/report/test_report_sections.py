@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cli.report import _essentials
 from autotune.cost.model import region_errors
 from autotune.profile import Spread
+from autotune.profiling.objective import Objective
 from autotune.report import Evidence, Report, compose, gather, html
 from autotune.report.figure import round_ticks
 from autotune.report.headline import headline
-from autotune.report.panels import pareto
-from autotune.report.standing import standing
+from autotune.report.panels import history, pareto
+from autotune.report.standing import _share, standing
 from autotune.report.wording import defaults, names, number
 from autotune.simulate.sensitivity import one_at_a_time, values_of
 from runtime.knobs import KNOBS, Knobs
@@ -148,6 +150,20 @@ def test_plots_show_the_figures_of_the_profile(report: Report, evidence: Evidenc
     assert {len(t["x"]) for t in curve} == {23, 46}, "a curve at the stored percentiles, and the band around it"
     paired = section(report, "paired").plots[0].views[0].data
     assert sorted(paired[2]["x"]) == sorted(b.goodput.mean for _, b in evidence.pairs())
+
+
+def test_a_share_is_told_alike_all_over_the_page(report: Report, evidence: Evidence) -> None:
+    """Counted, not as a profile of before rounded it, and never as met where it is missed."""
+    objective, chosen = Objective.of(evidence.profile), evidence.recommended.point
+    point = chosen.model_copy(update={"offered": 299, "met": 296, "attainment": 0.99})
+    trial = evidence.trials("simulation")[0]._replace(attainment=296 / 299)
+    told = pareto._hover(objective, point), pareto._hover(objective, trial), history._hover(objective, trial, 1, "")
+    assert all("98.997% of requests" in text for text in told)
+    assert _share(point, {*point.seeds}, point).mean == 296 / 299
+    setting = evidence.recommended.model_copy(update={"point": point})
+    profile = evidence.profile.model_copy(update={"settings": {"balanced": setting}})
+    rounded = replace(report, evidence=replace(evidence, profile=profile))
+    assert _essentials(rounded, Path("x.html"))["attainment"] == 296 / 299
 
 
 def test_a_knob_is_turned_alone_around_the_choice(evidence: Evidence) -> None:
