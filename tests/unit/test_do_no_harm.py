@@ -153,7 +153,7 @@ def test_where_the_start_meets_nearly_nothing_a_changing_speed_does_not_hold_it(
     """It keeps no knob where knobs alone hold: the outcome of requests decides."""
     adversary = ADVERSARIES["neighbour-cpu-slack"]
     made = PredictiveController(adversary.slo, adversary.start)
-    made._learned._distrusted = 2.0
+    made._learned.unsteady = 2.0
     made.budgets_apply(True)
     assert made._unsteady
     made.budgets_apply(False)

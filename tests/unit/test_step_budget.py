@@ -181,7 +181,7 @@ def test_steps_of_prompts_that_all_have_long_are_short_so_that_who_comes_next_wa
 @pytest.mark.parametrize("changes", [0.0, 2.0], ids=["steady", "the speed keeps changing"])
 def test_a_step_holds_whole_tiles_unless_the_speed_keeps_changing(changes: float) -> None:
     steps, exact = made(tile=256), made()
-    steps._learned._distrusted = changes
+    steps._learned.unsteady = changes
     granted, most = steps.budget(view(0.03)), exact.budget(view(0.03))
     assert most > 512 and most % 256 > 0
     assert granted == (most if changes else most // 256 * 256)

@@ -15,10 +15,11 @@ class TrustedModel:
     """``bias`` is the running mean of actual/predicted, ``margin`` its 90% quantile; ``trusted`` whether predictions hold.
 
     ``model`` may be one that has learned already. It is thrown away when it has been wrong for long. A change of speed, all
-    steps longer or shorter by the same factor, is found by cumulative sums (:class:`SpeedChange`), and the model is scaled by it
-    at once. Steps of decodes alone and others (with prompts or drafts) are watched by themselves; a change in the one kind is
-    assumed to be one in the other, until the next step of that kind says otherwise. Else slow moments without a prompt would stay
-    in what is known of prompts, one on top of the other. Steps of more decodes than ``slow.max_decodes`` are not learned from.
+    steps longer or shorter by the same factor, is found by cumulative sums (Page, Biometrika 41, 1954) of the logarithm of
+    actual/predicted, and the model is scaled by it at once: what it knows of steps of decodes alone, and of mixed ones (with
+    prompts or drafts), unless the latest of the kind speak against it. Where there was none lately, the next one has its say.
+    Else slow moments without a prompt would stay in what is known of prompts, one on top of the other. Steps of more decodes
+    than ``slow.max_decodes`` are not learned from.
     """
 
     def __init__(self, model: StepLearner | None = None) -> None:
@@ -30,12 +31,14 @@ class TrustedModel:
         self.slow = SlowRegion()
         self.wrong = 0.0
         """Decaying share of wrong predictions."""
-        self._distrusted = 0.0  # decaying count of losses of trust, each as two changes of speed
+        self.unsteady = 0.0
+        """Decaying count of changes of speed, a loss of trust counting as two."""
         self._times = StepTimes()
         self._untrusted = 0  # steps since it was
-        self._speeds = SpeedChange(), SpeedChange()  # of steps of decodes alone, and with prompts or drafts
-        self._assumed = [1.0, 1.0]  # by what each was scaled for what the other kind took, since its last step
+        self._longer = self._shorter = 0.0  # cumulative sums: that steps have become so
         self._noise = 0.0  # mean size of the logarithm
+        self._latest: deque[tuple[float, bool]] = deque(maxlen=constants.LATEST)  # ratios, and whether of mixed steps
+        self._assumed = [1.0, 1.0]  # by what each kind was scaled since its last step, for what the other took
         self.changes = 0
         """Changes of speed found."""
 
@@ -62,10 +65,10 @@ class TrustedModel:
                 self.bias = min(max(bias, constants.RESERVE[0]), constants.RESERVE[1])
             wrong = not predicted > 0 or not 1 / (1 + constants.WRONG) < seconds / predicted < 1 + constants.WRONG
             self.wrong += constants.MEMORY * (wrong - self.wrong)
-            self._distrusted -= self._distrusted / constants.UNSTEADY
+            self.unsteady -= self.unsteady / constants.UNSTEADY
             if self.trusted != (self.wrong < (constants.DISTRUST if self.trusted else constants.TRUST)):
                 self.trusted = not self.trusted
-                self._distrusted += 2
+                self.unsteady += 2
         self._untrusted = 0 if self.trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % constants.RELEARN == 0:
             self.model = StepLearner(warm_up=0, graphs=self.model.graphs)
@@ -77,57 +80,39 @@ class TrustedModel:
         """What is predicted for a step that took ``seconds``, without what was assumed of its kind and it does not bear out."""
         predicted = self.model.predict(step)
         assumed, self._assumed[mixed] = self._assumed[mixed], 1.0
-        if assumed != 1 and predicted > 0:
-            off = math.log(seconds / predicted)
-            if abs(off + math.log(assumed)) < abs(off):
-                self.model.rescale(1 / assumed, mixed=mixed)
-                predicted = self.model.predict(step)
+        if assumed != 1 and predicted > 0 and _nearer(seconds / predicted, 1 / assumed):
+            self.model.rescale(1 / assumed, mixed=mixed)
+            return self.model.predict(step)
         return predicted
 
-    @property
-    def unsteady(self) -> float:
-        """Decaying count of changes of speed, a loss of trust counting as two."""
-        return self._distrusted + max(speed.unsteady for speed in self._speeds)
-
     def _watch(self, ratio: float, off: float, mixed: bool) -> None:
+        self._latest.append((ratio, mixed))
         off = min(max(off, -constants.LOUDEST), constants.LOUDEST)
         usual = constants.DRIFT + self._noise
         self._noise += constants.MEMORY * (abs(off) - self._noise)
-        for speed in self._speeds:
-            speed.unsteady -= speed.unsteady / constants.UNSTEADY
-        if factor := self._speeds[mixed].found(ratio, off, usual):
-            for kind in (False, True):
-                self.model.rescale(factor, mixed=kind)
-            self._assumed[not mixed] *= factor
-            self.slow.rescaled(factor)
-            self.bias = constants.RESERVE[0]
-            self.changes += 1
-
-
-class SpeedChange:
-    """Whether steps of a kind all take longer, or shorter, than they did: by cumulative sums of the logarithm of actual/predicted
-    (Page, Biometrika 41, 1954). ``unsteady``: changes found, a count that its owner lets decay."""
-
-    def __init__(self) -> None:
-        self.unsteady = 0.0
-        self._longer = self._shorter = 0.0  # cumulative sums: that steps have become so
-        self._latest: deque[float] = deque(maxlen=constants.LATEST)  # ratios
-
-    def found(self, ratio: float, off: float, usual: float) -> float:
-        """The factor by which steps take longer from now on; 0 if nothing has changed. A step took ``ratio`` times what was
-        predicted, in logarithms ``off``, which is bounded; it usually is off by up to ``usual``."""
-        self._latest.append(ratio)
         self._longer = max(0.0, self._longer + off - usual)
         self._shorter = max(0.0, self._shorter - off - usual)
         if (self._longer < constants.ALARM and self._shorter < constants.ALARM) or len(self._latest) < constants.LATEST:
-            return 0.0
+            return
+        middle, _ = sorted(self._latest)[constants.LATEST // 2]
+        if abs(math.log(middle)) > constants.CHANGED:  # else it was a stall or two
+            for kind in (False, True):
+                own = sorted(ratio for ratio, of in self._latest if of is kind)
+                if own and not _nearer(own[len(own) // 2], middle):
+                    continue  # such steps took what was predicted
+                self.model.rescale(middle, mixed=kind)
+                self._assumed[kind] *= 1.0 if own else middle
+            self.slow.rescaled(middle)
+            self.bias = constants.RESERVE[0]
+            self.changes += 1
+            self.unsteady += 1
+            self._latest.clear()
         self._longer = self._shorter = 0.0
-        middle = sorted(self._latest)[constants.LATEST // 2]
-        if abs(math.log(middle)) <= constants.CHANGED:
-            return 0.0  # a stall or two
-        self.unsteady += 1
-        self._latest.clear()
-        return middle
+
+
+def _nearer(ratio: float, factor: float) -> bool:
+    """Whether ``ratio`` is nearer to ``factor`` than to 1, in logarithms."""
+    return abs(math.log(ratio / factor)) < abs(math.log(ratio))
 
 
 class SlowRegion:
