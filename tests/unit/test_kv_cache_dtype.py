@@ -221,7 +221,7 @@ def test_an_exported_file_asks_for_the_same(to: str, key: str, names: dict[str, 
 def test_what_another_engine_keeps_no_cache_in_is_never_passed_on(to: str, name: str) -> None:
     profile, target = sample_profile(model=sample_model(kv_cache_dtype=name)), TARGETS[to]
     with pytest.raises(
-        InputError, match=rf"kv_cache_dtype={name}\b.* no counterpart in {target.title}; .*--allow-lossy"
+        InputError, match=rf"kv_cache_dtype={name}\b.* no counterpart in {target.title}: .*--allow-lossy"
     ):
         export(profile, target)
     made = export(profile, target, allow_lossy=True)
