@@ -73,6 +73,7 @@ def command(python: Path, *words: str) -> tuple[list[str], dict[str, str]]:
 def reads(python: Path, files: list[Path]) -> dict[str, Any]:
     """What vLLM makes of each file, by its stem."""
     words, environment = command(python, "python", str(READER), *map(str, files))
+    environment.pop("VLLM_CPU_KVCACHE_SPACE")  # it would take the place of a KV pool that a file gives in bytes
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return {Path(path).stem: found for path, found in json.loads(done.stdout).items()}

@@ -41,6 +41,7 @@ def read(path: str) -> dict[str, object]:
             "max_model_len": config.model_config.max_model_len,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
             "kv_cache_dtype": cache.cache_dtype,
             "enable_prefix_caching": cache.enable_prefix_caching,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
