@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 from autotune.control.controllers.predictive import PredictiveController
 from benchmarks.overhead.controller import KNOBS, TARGET, learn, served
+from tests.unit.counted_calls import calls
 
 STEPS = 300
-
-
-def calls(of: Callable[[], Any]) -> int:
-    """Calls of functions, those of C included, that ``of`` makes."""
-    made = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal made
-        made += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        of()
-    finally:
-        sys.setprofile(before)
-    return made
 
 
 def test_a_step_takes_few_calls() -> None:

@@ -3,11 +3,7 @@ machine's speed changes."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from os import sep
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -15,25 +11,9 @@ from autotune.workload import parse_workload
 from benchmarks.overhead.controller import KNOBS, TARGET, NullExecutor, request
 from benchmarks.simulator import RATE, simulate
 from runtime.llm.scheduler import Scheduler
+from tests.unit.counted_calls import calls
 
 ROOM = f"{sep}runtime{sep}llm{sep}"
-
-
-def calls(of: Callable[[], Any]) -> int:
-    """Calls of functions in files of ``runtime/llm`` that ``of`` makes."""
-    made = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal made
-        made += event == "call" and ROOM in frame.f_code.co_filename
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        of()
-    finally:
-        sys.setprofile(before)
-    return made
 
 
 def test_a_request_whose_blocks_nobody_shares_takes_few_calls() -> None:
@@ -57,11 +37,11 @@ def test_a_request_whose_blocks_nobody_shares_takes_few_calls() -> None:
 
     for _ in range(64):
         add(0.0)
-    assert calls(run) / added < 60
+    assert calls(run, within=ROOM) / added < 60
 
 
 @pytest.mark.parametrize(("controlled", "most"), [(False, 68), (True, 295)])
 def test_a_simulated_request_takes_few_calls(controlled: bool, most: int) -> None:
     """63 and 261 in this room; with 75 and 330 the simulator did 10 to 17% fewer steps in a second of CPU time."""
     arrivals = list(parse_workload("azure-conv").at_rate(RATE).arrivals(0, limit=100 if controlled else 200))
-    assert calls(lambda: simulate(arrivals, controlled=controlled)) / len(arrivals) < most
+    assert calls(lambda: simulate(arrivals, controlled=controlled), within=ROOM) / len(arrivals) < most
