@@ -30,7 +30,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 COMMAND_PAGES = [
     ROOT / "README.md",
-    *(page for folder in ("", "how-to", "concepts") for page in sorted((ROOT / "docs" / folder).glob("*.md"))),
+    *(
+        page
+        for folder in ("", "how-to", "concepts", "benchmarks")
+        for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+    ),
 ]
 COMMAND_PAGES.remove(ROOT / "docs" / "log.md")
 """Pages whose `autotune` commands are those of today."""
