@@ -25,8 +25,9 @@ _LADDER: Final = ((16, 128, 16), (128, 256, 32), (256, 512, 64), (512, 1024, 128
 """(first size, first one beyond, stride): of a step of 128 tokens or more a fifth is dummies at most, 8% on average."""
 
 _FLOPS: Final = 8e12
-"""Products and sums of the largest step that is recorded. It takes a GPU of 800 TFLOP/s 10 ms, and its launches take a host as
-long (docs/benchmarks/gpu.md): the device is busy with a larger one until the host has launched the next, and dummies only cost."""
+"""Products and sums of the largest step that is recorded. It takes a GPU of 800 TFLOP/s 10 ms, and its launches take a host
+as long (docs/benchmarks/gpu.md): the device is busy with a larger one until the host has launched the next, and dummies only
+cost."""
 
 
 def prompt_ladder(most: int, parameters: int) -> tuple[int, ...]:
