@@ -81,6 +81,37 @@ def test_slow_moments_without_a_prompt_leave_what_is_known_of_prompts() -> None:
     assert made.changes > 100 and worst < 1.3
 
 
+def test_what_was_assumed_of_prompts_is_undone_where_it_would_not_show() -> None:
+    """Decodes get slower little by little, which is learned, and fast again at once, which is a change, four times before a prompt
+    comes. What is known of prompts then lies below the time of decodes alone, which a step with a prompt is predicted to take at
+    least: that it took no less said nothing, and many times the prompt tokens seemed to fit in a step for good."""
+    dice, made, now = random.Random(0), TrustedModel(), 0.0
+
+    def observe(prefill: int, speed: float = 1.0) -> None:
+        nonlocal now
+        step = StepFeatures(32, 16_000, prefill, prefill, prefill * (prefill + 1) // 2)
+        seconds = h200(step) * speed * dice.gauss(1, 0.01)
+        made.observe(
+            StepRecord(
+                now, now + seconds, 1, 32, 16_000, int(prefill > 0), prefill, prefill, step.prefill_attention,
+                32, 32, 0, 0, 1, 0, 0, 8192, LimitedBy.BUDGET,
+            )
+        )  # fmt: skip
+        now += seconds
+
+    for number in range(400):
+        observe(512 * (number % 4 == 0) + 256 * (number % 8 == 0))
+    fit = made.model.most_prefill(32, 16_000, 0.05)
+    for _ in range(4):
+        for number in range(1500):
+            observe(0, 2 ** (number / 1500))
+        for _ in range(60):
+            observe(0)
+    assert made.changes >= 4
+    observe(512)
+    assert made.model.most_prefill(32, 16_000, 0.05) == pytest.approx(fit, rel=0.1)
+
+
 def test_the_hosts_time_between_steps_is_part_of_what_they_take() -> None:
     """A fifth of each step, as where a host delivers the tokens of many sequences before it plans the next step."""
     made, now = TrustedModel(), 0.0

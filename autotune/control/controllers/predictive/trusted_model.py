@@ -77,12 +77,16 @@ class TrustedModel:
         return seconds
 
     def _checked(self, step: StepFeatures, seconds: float, mixed: bool) -> float:
-        """What is predicted for a step that took ``seconds``, without what was assumed of its kind and it does not bear out."""
+        """What is predicted for a step that took ``seconds``, without what was assumed of its kind unless that makes it nearer. Steps
+        with prompts are predicted to take no less than decodes alone, so that a wrong assumption need not show."""
         predicted = self.model.predict(step)
         assumed, self._assumed[mixed] = self._assumed[mixed], 1.0
-        if assumed != 1 and predicted > 0 and _nearer(seconds / predicted, 1 / assumed):
+        if assumed != 1 and predicted > 0:
             self.model.rescale(1 / assumed, mixed=mixed)
-            return self.model.predict(step)
+            before = self.model.predict(step)
+            if before > 0 and abs(math.log(seconds / predicted)) >= abs(math.log(seconds / before)):
+                return before
+            self.model.rescale(assumed, mixed=mixed)
         return predicted
 
     def _watch(self, ratio: float, off: float, mixed: bool) -> None:
