@@ -393,11 +393,7 @@ class StepLearner:
         """Seconds; 0 before anything was learned."""
         decode = self._decode_inputs(step)
         if step.prefill_tokens + step.drafted == 0 and self._decode.samples:
-            if self._more_decode:
-                return self._unit * self._decode.predict(decode)
-            a0, a1, a2 = self._decode.coefficients
-            _, decodes, context = decode
-            return self._unit * (a0 + a1 * decodes + a2 * context)
+            return self._unit * self._decode.predict(decode)
         mixed = self._mixed_inputs(step, decode)
         if not self._decode.samples:
             return self._unit * self._mixed.predict(mixed)

@@ -33,6 +33,12 @@ class RecursiveLeastSquares:
         self._info = [[1 / _PRIOR if i == j else 0.0 for j in range(n)] for i in range(n)]
 
     def predict(self, x: Sequence[float]) -> float:
+        if len(x) == 3:  # written out: what is asked most, several times for each step
+            (a, b, c), (u, v, w) = self.coefficients, x
+            return a * u + b * v + c * w
+        if len(x) == 5:
+            (a, b, c, d, e), (u, v, w, y, z) = self.coefficients, x
+            return a * u + b * v + c * w + d * y + e * z
         return sum(map(float.__mul__, self.coefficients, x))
 
     def set_prior(

@@ -50,7 +50,7 @@ from autotune.control.controllers.parts.galloping import largest
 from autotune.control.controllers.parts.targets import SLOTargets
 from autotune.control.controllers.parts.tiles import whole_tiles
 from autotune.control.controllers.predictive import constants
-from autotune.control.controllers.predictive.attainment_model import Requests, attainment
+from autotune.control.controllers.predictive.attainment_model import attainment
 from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
@@ -246,15 +246,14 @@ class PredictiveController:
         where the model has requests miss their targets under those in force, too, and not clearly more under the start. Otherwise
         ``HOPELESS``.
         """
-        requests = self._traffic.requests(self._usual.per_second)
         target = self.target / self._gain.value
         below = constants.HOPELESS
-        if requests is None or target == math.inf or not (self.model.ready and self._ceiling):
+        if not self._traffic.prompts or target == math.inf or not (self.model.ready and self._ceiling):
             return below
         alike = len(set(self._targets.firsts.values())) == 1 or not self._cut  # it knows of no chunks that classes need
         decodes = int(max(1, min(self._traffic.decodes.quantile(0.5), self.start.max_batch_size)))
-        if alike and requests.rate > 0 and self._targets.gap == math.inf:
-            attains = self._attains(decodes, requests)
+        if alike and self._usual.per_second > 0 and self._targets.gap == math.inf:
+            attains = self._attains(decodes)
             known, start = attains(self._ceiling), attains(self.start.token_budget)
             # Where none will be in time in the end, what was attained does not last.
             attained = self._comparison.attained if known else self._comparison.lately
@@ -269,15 +268,19 @@ class PredictiveController:
         soon = self._traffic.outputs.mean * target <= constants.DECODING_S
         return constants.GOOD if soon and self._relief > constants.HELPS and usual <= target else below
 
-    def _attains(self, decodes: int, requests: Requests, gain: float = 1.0) -> Callable[[int], float]:
-        """The share of ``requests`` in time, by tokens of a step, ``decodes`` of them decodes. ``gain``: what scales TPOT."""
-        target = gain * self._targets.step
-        bias, first = self._learned.bias, self._targets.first
-        requests = requests._replace(stay=self._gain.keeps)
-        return lambda n: attainment(
-            lambda tokens: bias * self._step_of(decodes, tokens), decodes, max(1, n - decodes), target, first, requests,
-            self._targets.whole,
-        )  # fmt: skip
+    def _attains(self, decodes: int, gain: float = 1.0) -> Callable[[int], float]:
+        """The share of requests in time, by tokens of a step, ``decodes`` of them decodes; not a number before any has ended.
+        ``gain``: what scales TPOT."""
+        bias, targets = self._learned.bias, self._targets
+
+        def share(tokens: int) -> float:
+            requests = self._traffic.requests(self._usual.per_second, stay=self._gain.keeps)
+            return math.nan if requests is None else attainment(
+                lambda n: bias * self._step_of(decodes, n), decodes, max(1, tokens - decodes), gain * targets.step,
+                targets.first, requests, targets.whole,
+            )  # fmt: skip
+
+        return share
 
     def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         """What the model says."""
@@ -417,14 +420,13 @@ class PredictiveController:
             if prefill >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
-        requests = self._traffic.requests(self._usual.per_second)
-        attains = None if requests is None else self._attains(decodes, requests, self._gain.value)
+        attains = self._attains(decodes, self._gain.value)
         long = constants.LONG_BUDGETED if self._budgeted else constants.LONG
 
         def seconds(tokens: int) -> float:
             return self._step_of(decodes, tokens)
 
-        if attains is not None and self._steps.by_ceiling:
+        if self._steps.by_ceiling:
             self._full = largest(lambda n: seconds(n) <= target, top, self._full)
             most = top
             if gap < math.inf and not self._budgeted:

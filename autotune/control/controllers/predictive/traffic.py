@@ -17,6 +17,7 @@ class Traffic:
     def __init__(self) -> None:
         self.prompts = Recent(constants.WINDOW)  # tokens to compute of each request's prompt
         self.outputs = Recent(constants.WINDOW)
+        self._samples: tuple[list[float], list[float]] | None = None  # of prompts and of gaps, since they were last asked for
         self._prompt_tokens = self._to_compute = 0.0  # decaying sums over requests
         self.contexts = Recent(constants.WINDOW)  # mean context of a decode, by step
         self.decodes = Recent(constants.WINDOW)
@@ -61,9 +62,10 @@ class Traffic:
 
     def in_time(self, seconds: float) -> int:
         """The most decodes that one of the latest steps held and took no more than ``seconds``; 0 if none did."""
-        return max((decodes for decodes, took in self._latest if took <= seconds), default=0)
+        return max([decodes for decodes, took in self._latest if took <= seconds], default=0)
 
     def request(self, record: RequestRecord) -> None:
+        self._samples = None
         self.prompts.add(record.prompt_tokens - record.cached_tokens)
         self._prompt_tokens += record.prompt_tokens - constants.MEMORY * self._prompt_tokens
         self._to_compute += record.prompt_tokens - record.cached_tokens - constants.MEMORY * self._to_compute
@@ -74,13 +76,14 @@ class Traffic:
         """Share of prompts that was to be computed; 1 before any request has ended."""
         return self._to_compute / self._prompt_tokens if self._prompt_tokens else 1.0
 
-    def requests(self, demand: float) -> Requests | None:
+    def requests(self, demand: float, *, stay: bool) -> Requests | None:
         """Requests as they came lately, where they ask for so many prompt tokens a second; None before any has ended."""
-        prompts = [max(1.0, tokens) for tokens in self.prompts.middles(constants.SAMPLE)]
-        if not prompts:
-            return None
-        gaps = [tokens - 1 for tokens in self.outputs.middles(constants.SAMPLE) if tokens > 1]
-        return Requests(demand * len(prompts) / sum(prompts), prompts, gaps)
+        if self._samples is None:
+            prompts = [max(1.0, tokens) for tokens in self.prompts.middles(constants.SAMPLE)]
+            gaps = [tokens - 1 for tokens in self.outputs.middles(constants.SAMPLE) if tokens > 1]
+            self._samples = prompts, gaps
+        prompts, gaps = self._samples
+        return Requests(demand * len(prompts) / sum(prompts), prompts, gaps, stay) if prompts else None
 
     def idle(self) -> bool:
         """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
