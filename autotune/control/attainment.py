@@ -19,7 +19,7 @@ _WINDOW = 1024
 
 
 class AttainmentTracker:
-    """``slos``: the SLO of each class as of the last :meth:`changed`; ``default`` is for classes not named.
+    """``slos``: the SLO of each class as of the last :meth:`look`; ``default`` is for classes not named.
 
     They are the engine's; with ``apart`` the ``slo`` stands in place of its ``default``, until that is set to another. Figures
     are all of the same last :data:`_WINDOW` requests, each judged by the SLO that its class had when it came.
@@ -27,6 +27,7 @@ class AttainmentTracker:
 
     def __init__(self, engine: Tunable, slo: SLO, *, apart: bool = False) -> None:
         self.slos: Mapping[str, SLO] = {"default": slo}
+        self._told: Mapping[str, SLO] = self.slos  # as of the last :meth:`changed`
         self._engine = engine
         self._apart, self._engines = apart, engine.slos.get("default")
         self._history = SLOHistory(self.slos)
@@ -50,11 +51,12 @@ class AttainmentTracker:
             fresh = [(-math.inf, periods[-1][1])]
         for since, slos in reversed(fresh):
             self._history.change(self._in_force(slos), since)
+            self.slos = self._history.latest
         self._seen = periods[-1]
 
     def changed(self) -> bool:
         """Whether the SLOs of the last :meth:`look` differ from those at the last call."""
-        before, self.slos = self.slos, self._history.latest
+        before, self._told = self._told, self.slos
         return self.slos != before
 
     def _in_force(self, engines: Mapping[str, SLO]) -> dict[str, SLO]:

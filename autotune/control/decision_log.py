@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
 from runtime.shared.json_lines import drop_cut_line, holds_something_else, lock, unlock, whole_lines
+from runtime.slo import SLO
 
 VERSION = 1
 _IN_MEMORY = 1024  # decisions
@@ -330,3 +331,19 @@ def worded(decision: Decision, knobs: Collection[str] = ()) -> tuple[list[str], 
     elif decision.action != "set" or not what:
         what.insert(0, decision.action)
     return what, f"{decision.cause} [{decision.regime}]" if decision.regime else decision.cause
+
+
+def stated_slos(decision: Decision) -> dict[str, SLO]:
+    """The SLOs that ``decision`` states, by class: on attaching, and when they change. Empty for any other, whose evidence is the
+    controller's own.
+
+    Raises :class:`InputError` for what is no SLO.
+    """
+    evidence = decision.evidence
+    if decision.action not in ("attach", "note"):
+        return {}
+    stated = evidence.get("slos", {"default": evidence["slo"]} if "slo" in evidence else {})
+    try:
+        return {name: SLO.of(text) for name, text in stated.items()}
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 
-from autotune.control.decision_log import SHORT, Decision, worded
+from autotune.control.decision_log import SHORT, Decision, stated_slos, worded
 from autotune.control.tally import ClassTally, losses
 from runtime.errors import InputError
-from runtime.slo import SLO
 
 _INDENT = " " * 14
 _FLIPS = 3  # between regimes that are shown together
@@ -109,7 +108,7 @@ def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> 
             _add(found.outcomes, _outcomes(decision))
         elif before is None:  # the beginning of the log is missing
             found.last_open = True
-        found.targets |= _targets(decision)
+        found.targets |= {name: slo.attainment for name, slo in stated_slos(decision).items()}
         if state and before is not None and decision.action != "attach":
             found.seconds[state] = found.seconds.get(state, 0.0) + _between(before, decision)
         for name, old, new in decision.changes:
@@ -133,16 +132,6 @@ def _outcomes(decision: Decision) -> dict[str, ClassTally]:
             f"the outcomes of the {decision.action} at {decision.at:g} s are {given!r:.40}; they must be by class"
         )
     return {name: ClassTally.of(one) for name, one in given.items()}
-
-
-def _targets(decision: Decision) -> dict[str, float]:
-    """The attainment that each class is to have from then on, where ``decision`` states the SLOs."""
-    evidence = decision.evidence
-    stated = evidence.get("slos", {"default": evidence["slo"]} if "slo" in evidence else {})
-    try:
-        return {name: SLO.of(text).attainment for name, text in stated.items()}
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
 
 
 def _add(outcomes: dict[str, ClassTally], ended: Mapping[str, ClassTally]) -> None:

@@ -400,6 +400,8 @@ class Control(ReportsRates):
     def status(self) -> Status:
         """How it stands now. Steps do not wait for it: it copies under their lock, and computes outside."""
         with self._lock:
+            if not self._ended:  # an idle engine's SLOs may have changed since the last step
+                self._attainment.look()
             regime, paused, ended = self.regime, self._paused, self._ended
             knobs, seen = self._engine.knobs, self._attainment.copy()
             overdue, closed = None if ended else self._watchdog.seconds, self._engine.closed

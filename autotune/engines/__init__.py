@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from autotune.engines.protocol import Engine, EngineSource, Handle, VirtualEngine, virtual, waiting
+from autotune.engines.protocol import EndedForReason, Engine, EngineSource, Handle, VirtualEngine, virtual, waiting
 from runtime.tunable import Capabilities, Tunable
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adaptable",
+    "EndedForReason",
     "Engine",
     "EngineSource",
     "Handle",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason
@@ -25,6 +25,15 @@ class Handle(Protocol):
 
     def cancel(self) -> object:
         """End it, whatever its state, unless it has ended or cannot be stopped any more."""
+        ...
+
+
+@runtime_checkable
+class EndedForReason(Protocol):
+    """A :class:`Handle` whose request can be ended by no wish of the client's."""
+
+    def end(self, reason: FinishReason, cause: str) -> object:
+        """As ``cancel``; the record has this reason and cause."""
         ...
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from autotune.engines import Engine, Handle, VirtualEngine, virtual, waiting
+from autotune.engines import EndedForReason, Engine, Handle, VirtualEngine, virtual, waiting
 from autotune.measure.frozen_heap import frozen_heap
 from autotune.measure.score import Score, deadline, score
 from autotune.workload import Arrival, Workload, prompt_ids, replay
@@ -284,7 +284,11 @@ class _Sender:
     def end_rest(self, recorder: Recorder, clock: Clock, *, late: bool) -> int:
         """End the rest, and wait for those to come back. How many do not. ``late``: their deadlines have passed."""
         for name, handle in self._handles.items():
-            if name not in recorder.requests:
+            if name in recorder.requests:
+                continue
+            if late and isinstance(handle, EndedForReason):  # whoever else listens hears of a miss, too
+                handle.end(FinishReason.TIMEOUT, _LATE)
+            else:
                 handle.cancel()
         self.drain(recorder, clock.now() + _IDLE_PATIENCE_S, clock, None)
         return len(self._handles.keys() - recorder.requests.keys())
@@ -319,7 +323,7 @@ class _VirtualSender(_Sender):
         return self._simulated.run(end, stop=stop)
 
     def end_rest(self, recorder: Recorder, clock: Clock, *, late: bool) -> int:
-        if late:  # whoever else listens hears of a miss, too
+        if late:
             self._simulated.cancel_all(FinishReason.TIMEOUT, _LATE)
         else:
             self._simulated.cancel_all()

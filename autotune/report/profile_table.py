@@ -16,7 +16,7 @@ from autotune.profiling.points import known_gain, pareto, share_beside, share_in
 from autotune.profiling.space import is_baseline
 from autotune.report.standing import ahead, compared_by
 from autotune.report.tables import Detail, class_table, columns, fullest, latency, setting_cells, setting_table
-from autotune.report.wording import compared, lateness, required, sentence, times
+from autotune.report.wording import compared, lateness, percent, required, sentence, times
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
@@ -259,8 +259,9 @@ def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:
         for spec in KNOBS
         if getattr(point.knobs, spec.name) != getattr(base.knobs, spec.name)
     )
+    target = required(Objective.of(profile))
     did = (
-        f"{mine.mean:.0%} of the same requests within the SLO against {other.mean:.0%}"
+        f"{percent(mine.mean, target=target)} of the same requests within the SLO against {percent(other.mean, target=target)}"
         if shares
         else f"{mine.mean:.3g} req/s within the SLO against {other.mean:.3g}"
     )

@@ -32,7 +32,7 @@ from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival
 from benchmarks.command import at_least, command, exit_code
 from benchmarks.controller.constants import constants_of
-from benchmarks.controller.contenders import ALGORITHMS, OURS, POLICIES, driver_of
+from benchmarks.controller.contenders import ALGORITHMS, OURS, POLICIES, Layer, driver_of
 from benchmarks.controller.hardware import Hardware, measured
 from benchmarks.controller.loads import POISSON, Part, Pattern, arrivals
 from benchmarks.controller.run import Bench, Driver, serve
@@ -68,8 +68,8 @@ FIXED: Final = tuple(
     for slots in (32, 128, 512)
     for budget, chunk in ((256, 256), (1024, 256), (1024, 1024), (4096, 1024))
 )
-FULL: Final = (OURS, "niyama", "aimd", "bisection", "gradient", "p-pas")
-KNOBS: Final = (OURS, "aimd", "bisection", "gradient")
+FULL: Final[tuple[str, ...]] = (OURS, "niyama", "aimd", "bisection", "gradient", "p-pas")
+KNOBS: Final[tuple[str, ...]] = (OURS, "aimd", "bisection", "gradient")
 
 
 class Draw(NamedTuple):
@@ -177,7 +177,8 @@ def contenders(start: Knobs) -> dict[str, Driver]:
     drivers = {name: Driver((knobs,), policy=POLICIES["full"]) for name, knobs in found.items()}
     drivers["start, full"] = Driver((start,), policy=POLICIES["full"])
     drivers["start, knobs"] = Driver((start,))
-    for layer, bases in (("full", FULL), ("knobs", KNOBS)):
+    layers: Mapping[Layer, tuple[str, ...]] = {"full": FULL, "knobs": KNOBS}
+    for layer, bases in layers.items():
         for name in bases:
             constants = {} if name == OURS else constants_of(name, layer)
             drivers[f"{name}, {layer}"] = driver_of(ALGORITHMS[name], layer, constants)._replace(schedule=(start,))

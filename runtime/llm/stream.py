@@ -103,8 +103,8 @@ class Stream:
 
     close = cancel
 
-    def _end(self, reason: FinishReason, cause: str) -> None:
-        """As :meth:`cancel`, by no wish of the client's. For the server."""
+    def end(self, reason: FinishReason, cause: str) -> None:
+        """As :meth:`cancel`, by no wish of the client's: the record has this reason and cause."""
         self._buffer.cancel(reason, cause)
 
     def __enter__(self) -> Self:

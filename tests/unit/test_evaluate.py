@@ -78,6 +78,15 @@ def test_the_drain_ends_with_the_last_deadline() -> None:
         assert engine.view().running == engine.view().waiting == 0
 
 
+def test_who_listens_to_an_engine_hears_of_the_misses_that_the_score_counts() -> None:
+    heard = Records()
+    with paced(base=0.2) as engine:
+        engine.subscribe(heard)
+        found = measure(engine, SLO(e2e_ms=300), warmup=0.0)
+    assert 0 < found.unfinished <= sum(r.reason is FinishReason.TIMEOUT for r in heard.requests)
+    assert found.offered == sum(r.offered for r in heard.requests)
+
+
 @pytest.mark.parametrize("steps", [3, 10_000], ids=["for a while", "for good"])
 def test_a_run_in_which_memory_ran_out_is_an_error_and_no_score(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.shared.ceilings._PATIENCE", steps)

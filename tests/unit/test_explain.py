@@ -19,6 +19,7 @@ from autotune.control.decision_log import Decision, read_decisions
 from autotune.control.explain import summarize, timeline
 from autotune.control.tally import ClassTally, losses
 from autotune.profile import save_profile
+from autotune.report.run.story import read_run
 from autotune.workload import Arrival
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -514,3 +515,18 @@ def test_outcomes_that_cannot_be_read_are_one_line(
     assert run(["explain", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"error: {path}: ") and printed.err.count("\n") == 1
+
+
+def test_what_a_controller_of_ones_own_calls_slo_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only attaching and a change state SLOs; all other evidence is the controller's own."""
+    own = {"slo": 50.0, "slos": [1, 2], "since": "long ago"}
+    log = [
+        decision(0, "attach", "")._replace(evidence={"slo": "ttft=1s@90%"}),
+        decision(1, "hold", "steady")._replace(evidence=own),
+        decision(2, "set", "steady")._replace(evidence=own),
+    ]
+    assert summarize(log).targets == {"default": 0.9}
+    path = tmp_path / "run.jsonl"
+    write(path, log)
+    assert run(["explain", str(path)]) == 0
+    assert [period.slos["default"].attainment for period in read_run(path).slo_periods] == [0.9]

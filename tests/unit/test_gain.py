@@ -212,6 +212,10 @@ def test_what_measured_more_than_the_defaults_that_are_recommended_is_said() -> 
         "No setting beats vLLM's defaults beyond chance here. max_batch_size=16, token_budget=128, chunk_size=128 measured 90% "
         "of the same requests within the SLO against 70%: in a window of 4 s, a burst or two can make that difference."
     )
+    nearly = profile(
+        findings(best, of_seconds([10] * 39 + [9]), other, expected={VLLM: 0.9, SMALL: 0.8, LARGE: 0.7}, noise=0.5)
+    )
+    assert "measured 99.8% of the same requests within the SLO against 70%" in conclusion(nearly)
     points = [p.model_copy(update={"label": "TensorRT-LLM defaults"}) if p.knobs == SMALL else p for p in made.points]
     text = conclusion(made.model_copy(update={"points": tuple(points)}))
     assert text == "No setting beats vLLM's defaults here: none of the 2 others measured was clearly better.", (

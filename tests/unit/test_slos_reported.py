@@ -89,6 +89,22 @@ def test_the_log_has_every_slo_and_when_it_changed(files: tuple[Path, Path, list
     assert note.cause == f"the SLO is now {ODD} {BATCH}, default {TIGHT}"
 
 
+def test_the_status_of_an_idle_engine_has_the_slo_that_it_was_given() -> None:
+    made = engine()
+    with control(made) as it:
+        made.serve(mixed(5))
+        made.run()
+        made.set_slo(TIGHT)
+        now = it.status()
+        assert now.slo == now.classes["default"].slo == TIGHT and now.classes["default"].slo_changed
+        assert now.classes[ODD].slo == BATCH and not now.classes[ODD].slo_changed
+        made.serve(mixed(5), label="later")
+        made.run()
+    assert [d.cause for d in it.decisions if d.action == "note"] == [f"the SLO is now {ODD} {BATCH}, default {TIGHT}"]
+    made.set_slo(BATCH)
+    assert it.status().slo == TIGHT  # of a controller that has been detached
+
+
 def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[RequestRecord], float]) -> None:
     log, requests, records, changed = files
     run = read_run(log, requests)

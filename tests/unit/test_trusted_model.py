@@ -82,7 +82,7 @@ def test_slow_moments_without_a_prompt_leave_what_is_known_of_prompts() -> None:
 
 
 def test_what_was_assumed_of_prompts_is_undone_where_it_would_not_show() -> None:
-    """Decodes get slower little by little, which is learned, and fast again at once, which is a change, four times before a prompt
+    """Decodes get slower little by little, which is learned, and fast again at once, a change, four times before a prompt
     comes. What is known of prompts then lies below the time of decodes alone, which a step with a prompt is predicted to take at
     least: that it took no less said nothing, and many times the prompt tokens seemed to fit in a step for good."""
     dice, made, now = random.Random(0), TrustedModel(), 0.0

@@ -11,7 +11,7 @@ from autotune.profiling.stages.context import Context, MeasurementRequest
 from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATED_CAPACITY, SIMULATION, VALIDATION
 from autotune.simulate.capacity import RateSearch, Search
 from runtime.knobs import Knobs
-from runtime.slo import attained
+from runtime.slo import attained, in_percent, share_met
 
 _CHECKS = 3
 _PRECISION = 0.03
@@ -57,7 +57,8 @@ def find_capacity(context: Context, setup: Setup) -> None:
         tried.append(point([run]))
         search.tell(tried[-1].offered_rate, not objective.refuted(tried[-1]))
         rate, found.capacity = search.ask(), so_far()
-        note = f"{tried[-1].attainment:.0%} attainment at {tried[-1].offered_rate:.3g} req/s"
+        share = in_percent(share_met(tried[-1]), 0, target=None if setup.classes else setup.slo.attainment)
+        note = f"{share} attainment at {tried[-1].offered_rate:.3g} req/s"
         context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
     best = objective.capacity(tried)
     if late and len(tried) == 1:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.control.decision_log import Decision, read_decisions
+from autotune.control.decision_log import Decision, read_decisions, stated_slos
 from runtime.errors import InputError
 from runtime.records import RequestRecord
 from runtime.serving.record_log import read_with_boots
@@ -140,14 +140,13 @@ def _of_last_boot(marked: Sequence[tuple[RequestRecord, str]], boot: object) -> 
 
 def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
     """The SLOs that a decision states, by class; empty if of none."""
-    stated = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
     try:
-        found = {name: SLO.of(text) for name, text in stated.items()}
-        if found and "default" not in found:
-            raise ValueError("there is none of default")
-        return found
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
+        found = stated_slos(decision)
+    except InputError as error:
+        raise InputError(f"{log}: {error}") from None
+    if found and "default" not in found:
+        raise InputError(f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: there is none of default")
+    return found
 
 
 def _since(decision: Decision, log: Path) -> float:

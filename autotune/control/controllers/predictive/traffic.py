@@ -17,7 +17,9 @@ class Traffic:
     def __init__(self) -> None:
         self.prompts = Recent(constants.WINDOW)  # tokens to compute of each request's prompt
         self.outputs = Recent(constants.WINDOW)
-        self._samples: tuple[list[float], list[float]] | None = None  # of prompts and of gaps, since they were last asked for
+        self._samples: tuple[list[float], list[float]] | None = (
+            None  # of prompts and of gaps, since they were last asked for
+        )
         self._prompt_tokens = self._to_compute = 0.0  # decaying sums over requests
         self.contexts = Recent(constants.WINDOW)  # mean context of a decode, by step
         self.decodes = Recent(constants.WINDOW)

@@ -77,8 +77,8 @@ class TrustedModel:
         return seconds
 
     def _checked(self, step: StepFeatures, seconds: float, mixed: bool) -> float:
-        """What is predicted for a step that took ``seconds``, without what was assumed of its kind unless that makes it nearer. Steps
-        with prompts are predicted to take no less than decodes alone, so that a wrong assumption need not show."""
+        """What is predicted for a step that took ``seconds``, without what was assumed of its kind unless that is nearer. As
+        steps with prompts are predicted to take no less than decodes alone, a wrong assumption need not show."""
         predicted = self.model.predict(step)
         assumed, self._assumed[mixed] = self._assumed[mixed], 1.0
         if assumed != 1 and predicted > 0:
