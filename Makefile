@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity bench-gpu-projection bench-soak gpu clean
+.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-drawn bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity bench-gpu-projection bench-soak gpu clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-calibration how well a calibration knows GPUs whose step times are public"
 	@echo "make bench-sweep       how good a setting the profiler finds, and in what share of a grid's time, on simulated machines"
 	@echo "make bench-controller  controllers against fixed settings, each other and the best in hindsight, in simulation"
+	@echo "make bench-drawn       the same on scenarios that a seed draws"
 	@echo "make bench-controller-live  the live engine with control, with defaults and at fixed settings"
 	@echo "make bench-classes     interactive and batch requests on one engine, in virtual time (ARGS=--live: on the engine)"
 	@echo "make bench-orderings   every ordering at, below and past capacity, in virtual time (ARGS=--live: on the engine)"
@@ -115,6 +116,9 @@ bench-sweep: $(STAMP)
 
 bench-controller: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.controller $(ARGS)
+
+bench-drawn: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.controller.drawn $(ARGS)
 
 bench-controller-live: $(STAMP)
 	$(PY) -m benchmarks.controller_live $(ARGS)

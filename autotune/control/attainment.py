@@ -27,7 +27,7 @@ class AttainmentTracker:
 
     def __init__(self, engine: Tunable, slo: SLO, *, apart: bool = False) -> None:
         self.slos: Mapping[str, SLO] = {"default": slo}
-        self._told: Mapping[str, SLO] = self.slos  # as of the last :meth:`changed`
+        self._reported: Mapping[str, SLO] = self.slos  # as of the last :meth:`changed`
         self._engine = engine
         self._apart, self._engines = apart, engine.slos.get("default")
         self._history = SLOHistory(self.slos)
@@ -56,7 +56,7 @@ class AttainmentTracker:
 
     def changed(self) -> bool:
         """Whether the SLOs of the last :meth:`look` differ from those at the last call."""
-        before, self._told = self._told, self.slos
+        before, self._reported = self._reported, self.slos
         return self.slos != before
 
     def _in_force(self, engines: Mapping[str, SLO]) -> dict[str, SLO]:
