@@ -353,7 +353,9 @@ class Control(ReportsRates):
     @property
     def slo(self) -> SLO:
         """The SLO of requests of no class of their own."""
-        return self._attainment.default
+        with self._lock:
+            self._look()
+            return self._attainment.default
 
     @property
     def decisions(self) -> deque[Decision]:
@@ -400,8 +402,7 @@ class Control(ReportsRates):
     def status(self) -> Status:
         """How it stands now. Steps do not wait for it: it copies under their lock, and computes outside."""
         with self._lock:
-            if not self._ended:  # an idle engine's SLOs may have changed since the last step
-                self._attainment.look()
+            self._look()
             regime, paused, ended = self.regime, self._paused, self._ended
             knobs, seen = self._engine.knobs, self._attainment.copy()
             overdue, closed = None if ended else self._watchdog.seconds, self._engine.closed
@@ -411,6 +412,11 @@ class Control(ReportsRates):
             tuple(name for name, effect in self._engine.capabilities.knobs.items() if effect == "none"), self._engine.limits,
             closed,
         )  # fmt: skip
+
+    def _look(self) -> None:
+        """See the SLOs that an idle engine was given since its last step."""
+        if not self._ended:
+            self._attainment.look()
 
     @property
     def regime(self) -> str:

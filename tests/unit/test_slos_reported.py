@@ -95,6 +95,7 @@ def test_the_status_of_an_idle_engine_has_the_slo_that_it_was_given() -> None:
         made.serve(mixed(5))
         made.run()
         made.set_slo(TIGHT)
+        assert it.slo == TIGHT
         now = it.status()
         assert now.slo == now.classes["default"].slo == TIGHT and now.classes["default"].slo_changed
         assert now.classes[ODD].slo == BATCH and not now.classes[ODD].slo_changed
@@ -102,7 +103,7 @@ def test_the_status_of_an_idle_engine_has_the_slo_that_it_was_given() -> None:
         made.run()
     assert [d.cause for d in it.decisions if d.action == "note"] == [f"the SLO is now {ODD} {BATCH}, default {TIGHT}"]
     made.set_slo(BATCH)
-    assert it.status().slo == TIGHT  # of a controller that has been detached
+    assert it.slo == it.status().slo == TIGHT  # of a controller that has been detached
 
 
 def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[RequestRecord], float]) -> None:
