@@ -104,7 +104,7 @@ class Stream:
     close = cancel
 
     def end(self, reason: FinishReason, cause: str) -> None:
-        """As :meth:`cancel`, by no wish of the client's: the record has this reason and cause."""
+        """As :meth:`cancel`, by no wish of the client's: the record has this ``reason`` and ``cause``."""
         self._buffer.cancel(reason, cause)
 
     def __enter__(self) -> Self:

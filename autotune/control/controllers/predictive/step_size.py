@@ -40,13 +40,13 @@ def full_step(
     demand: float,
     top: int,
     guess: int,
-    attains: Callable[[int], float],
-    long: float,
+    attains: Callable[[int], float] | None = None,
+    long: float = constants.LONG,
 ) -> tuple[int, int]:
     """The tokens of a step, at most ``top``, and those of the largest step within the target; ``guess`` is about the latter.
 
-    ``attains``: the share of requests in time where steps hold so many tokens, not a number where that is not known. ``long``:
-    l of the module.
+    ``attains``: the share of requests in time where steps hold so many tokens, not a number where it is not known; None: it does
+    not matter. ``long``: l of the module.
     """
     within = largest(lambda n: seconds(n) <= target, top, guess)
     carried = _rate(seconds, decodes, within)
@@ -63,7 +63,9 @@ def full_step(
             if 0 <= gap <= target and cost < least:
                 best, least = n, cost
         size *= constants.GROWTH
-    return (within if best > within and attains(best) <= attains(within) else best), within
+    if best > within and attains is not None and attains(best) <= attains(within):
+        best = within
+    return best, within
 
 
 def most_in_time(attains: Callable[[int], float], within: int, top: int) -> int:
