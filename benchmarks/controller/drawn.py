@@ -34,7 +34,7 @@ from benchmarks.command import at_least, command, exit_code
 from benchmarks.controller.constants import constants_of
 from benchmarks.controller.contenders import ALGORITHMS, OURS, POLICIES, Layer, driver_of
 from benchmarks.controller.hardware import Hardware, measured
-from benchmarks.controller.loads import POISSON, Part, Pattern, arrivals
+from benchmarks.controller.loads import POISSON, TRACES, Part, Pattern, arrivals, trace_rows
 from benchmarks.controller.run import Bench, Driver, serve
 from benchmarks.controller.scenarios import COLD, HARDWARE, Phase, Scenario
 from benchmarks.controller.work import Workers
@@ -265,7 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.controller.__main__ import say, seeds_of  # which imports what this does
 
     seeds = seeds_of(args.seeds) if args.seeds else tuple(REPORTED)
-    kept = Kept(args.keep, {"traces": args.traces is not None}, code_digest())
+    files = [] if args.traces is None else [Path(args.traces) / name for name in TRACES.values()]
+    for lengths in TRACES if files else ():
+        trace_rows(args.traces, lengths)  # says so at once if it is not there
+    kept = Kept(args.keep, {"traces": bool(files)}, code_digest(*files))
     done = {one["seed"]: one for one in kept.known()}
     with Workers(args.jobs, Bench({}, args.traces)) as workers:
         left = [seed for seed in seeds if seed not in done]

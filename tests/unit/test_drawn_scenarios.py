@@ -100,3 +100,6 @@ def test_the_command_keeps_what_is_done(
     assert last["scenarios"] == 3
     assert last["knobs_vs_start_mean"] == 1
     assert it.main(["--seeds", "none"]) == 2
+    assert it.main(["--seeds", "2", "--traces", str(path.parent)]) == 2
+    assert "it must be a folder that holds" in capsys.readouterr().err
+    assert played == [1, 2, 3]
