@@ -429,6 +429,7 @@ class Control(ReportsRates):
         The knobs of its last decision stay, made to hold without per-step budgets, and so does the SLO.
         """
         with self._lock:
+            self._look()
             if not (self._paused or self._ended):
                 self._stand_alone()
         self._detach("detached: the knobs stay")

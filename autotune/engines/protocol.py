@@ -32,7 +32,7 @@ class Handle(Protocol):
 class EndedForReason(Protocol):
     """A :class:`Handle` whose request can be ended by no wish of the client's."""
 
-    def end(self, reason: FinishReason, cause: str) -> object:
+    def end_for(self, reason: FinishReason, cause: str) -> object:
         """As ``cancel``; the record has this reason and cause."""
         ...
 

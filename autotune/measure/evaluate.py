@@ -287,7 +287,7 @@ class _Sender:
             if name in recorder.requests:
                 continue
             if late and isinstance(handle, EndedForReason):  # whoever else listens hears of a miss, too
-                handle.end(FinishReason.TIMEOUT, _LATE)
+                handle.end_for(FinishReason.TIMEOUT, _LATE)
             else:
                 handle.cancel()
         self.drain(recorder, clock.now() + _IDLE_PATIENCE_S, clock, None)

@@ -56,7 +56,7 @@ def seeds_of(text: str) -> tuple[int, ...]:
             first, last = map(int, text.split("-"))
             found = tuple(range(first, last + 1))
         elif "," in text:
-            found = tuple(int(part) for part in text.split(","))
+            found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
         else:
             count = int(text)
             found = tuple(range(1, min(count, _MOST_SEEDS) + 1))

@@ -11,7 +11,8 @@ if the best fixed setting serves :data:`WORTH` of its requests in time, and if t
 setting matters, or chance decides.
 
 Those of :data:`REPORTED` are reported; nothing was tuned on them. Run ``python -m benchmarks.controller.drawn --traces FOLDER``
-(half an hour on two cores; ``--seeds 3``: half a minute); ``--keep FILE`` goes on from what is done. The last line is JSON.
+(a quarter of an hour on two quiet cores; ``--seeds 3``: half a minute); ``--keep FILE`` goes on from what is done. The last line
+is JSON.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Stream:
 
     close = cancel
 
-    def end(self, reason: FinishReason, cause: str) -> None:
+    def end_for(self, reason: FinishReason, cause: str) -> None:
         """As :meth:`cancel`, by no wish of the client's: the record has this ``reason`` and ``cause``."""
         self._buffer.cancel(reason, cause)
 

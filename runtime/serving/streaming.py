@@ -44,7 +44,7 @@ def end_all(streams: Sequence[Stream], error: BaseException) -> None:
         case _:
             how = FinishReason.CANCELLED, "by the client"
     for stream in streams:
-        stream.end(*how)
+        stream.end_for(*how)
 
 
 async def completed(streams: Sequence[Stream], receive: Receive) -> list[Completion]:

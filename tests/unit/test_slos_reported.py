@@ -104,6 +104,9 @@ def test_the_status_of_an_idle_engine_has_the_slo_that_it_was_given() -> None:
     assert [d.cause for d in it.decisions if d.action == "note"] == [f"the SLO is now {ODD} {BATCH}, default {TIGHT}"]
     made.set_slo(BATCH)
     assert it.slo == it.status().slo == TIGHT  # of a controller that has been detached
+    with control(made) as it:
+        made.set_slo(CHAT)  # nobody asks before it is detached
+    assert it.slo == it.status().slo == CHAT
 
 
 def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[RequestRecord], float]) -> None:

@@ -112,6 +112,39 @@ def test_what_was_assumed_of_prompts_is_undone_where_it_would_not_show() -> None
     assert made.model.most_prefill(32, 16_000, 0.05) == pytest.approx(fit, rel=0.1)
 
 
+@pytest.mark.parametrize("prompt", [8, 64, 128])
+def test_a_slowdown_seen_in_decodes_alone_stays_assumed_of_prompts_until_a_step_tells(prompt: int) -> None:
+    """The first prompt since then is so small that its step takes as long as its decodes do, whatever prompts cost."""
+    made, now = TrustedModel(), 0.0
+
+    def observe(prefill: int, times: float) -> None:
+        nonlocal now
+        step = StepFeatures(128, 128_000, prefill, prefill, prefill * (prefill + 1) // 2)
+        seconds = h200(step) * times
+        made.observe(
+            StepRecord(
+                now, now + seconds, 1, 128, 128_000, int(prefill > 0), prefill, prefill, step.prefill_attention,
+                128, 128, 0, 0, 1, 0, 0, 8192, LimitedBy.BUDGET,
+            )
+        )  # fmt: skip
+        now += seconds
+
+    for number in range(600):
+        observe((256, 512, 1024, 2048)[number // 6 % 4] * (number % 6 == 0), 1.0)
+    before = made.model.most_prefill(128, 128_000, 0.05)
+    for _ in range(60):
+        observe(0, 2.0)
+    assert made.changes == 1
+    assumed = made.model.most_prefill(128, 128_000, 0.05)
+    assert assumed < 0.5 * before
+    for number in range(12):
+        observe(prompt * (number % 6 == 0), 2.0)
+    assert made.model.most_prefill(128, 128_000, 0.05) == pytest.approx(assumed, rel=0.1)
+    for _ in range(4):
+        observe(2048, 2.0)  # these tell
+    assert made.model.most_prefill(128, 128_000, 0.05) < 0.6 * before
+
+
 def test_the_hosts_time_between_steps_is_part_of_what_they_take() -> None:
     """A fifth of each step, as where a host delivers the tokens of many sequences before it plans the next step."""
     made, now = TrustedModel(), 0.0

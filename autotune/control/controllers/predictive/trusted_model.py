@@ -78,15 +78,21 @@ class TrustedModel:
 
     def _checked(self, step: StepFeatures, seconds: float, mixed: bool) -> float:
         """What is predicted for a step that took ``seconds``, without what was assumed of its kind unless that is nearer. As
-        steps with prompts are predicted to take no less than decodes alone, a wrong assumption need not show."""
-        predicted = self.model.predict(step)
-        assumed, self._assumed[mixed] = self._assumed[mixed], 1.0
-        if assumed != 1 and predicted > 0:
-            self.model.rescale(1 / assumed, mixed=mixed)
-            before = self.model.predict(step)
-            if before > 0 and abs(math.log(seconds / predicted)) >= abs(math.log(seconds / before)):
-                return before
+        steps with prompts are predicted to take no less than decodes alone, a wrong assumption need not show: then the longer
+        times stand, until a step tells."""
+        predicted, assumed = self.model.predict(step), self._assumed[mixed]
+        if assumed == 1 or not predicted > 0:
+            return predicted
+        self.model.rescale(1 / assumed, mixed=mixed)
+        before = self.model.predict(step)
+        tells = not before > 0 or abs(math.log(predicted / before)) >= constants.DRIFT
+        if not tells and assumed > 1:
             self.model.rescale(assumed, mixed=mixed)
+            return predicted
+        self._assumed[mixed] = 1.0
+        if before > 0 and abs(math.log(seconds / predicted)) >= abs(math.log(seconds / before)):
+            return before
+        self.model.rescale(assumed, mixed=mixed)
         return predicted
 
     def _watch(self, ratio: float, off: float, mixed: bool) -> None:
