@@ -461,10 +461,10 @@ class PredictiveController:
 
     def _why(self, budget: int, batch: int, top: int, target: str) -> str:
         """Why ``token_budget`` is to be ``budget``: what it was that had the last word."""
-        if budget == top:
-            return f"as many as the engine takes; step-time target {target}"
         if budget == self.start.token_budget and self._unsteady:
             return f"no fewer than at the start while the speed keeps changing; step-time target {target}"
+        if budget == top:
+            return f"as many as the engine takes; step-time target {target}"
         if self._beyond:
             aim = "have most answers whole in time" if self._steps.by_ceiling else "carry the load"
             return f"above the step-time target of {target}, to {aim}"
