@@ -9,8 +9,8 @@ one record, of whatever reason.
 Run ``python -m benchmarks.soak`` (``--minutes 10``; ``--quick``: half a minute on the smallest model); the last line is JSON:
 requests by how they ended for the client, ``unaccounted`` (sent, and no record; must be 0), ``failed`` (answered otherwise than
 they must be; 0), ``lost_blocks`` (0), and ``growth``: memory at the end over that after a fifth of the time. The engine returns
-free pieces of the heap twice a minute, and in between memory rises, so that two moments say little: ``growth_of_lows`` is the same
-of the least in 40 s.
+free pieces of the heap twice a minute, and in between memory rises, so that two moments say little: ``growth_of_lows`` is the
+same of the least in 40 s.
 """
 
 from __future__ import annotations

@@ -210,6 +210,15 @@ def slos_of(slo: SLO | Mapping[str, SLO], classes: Iterable[RequestClass]) -> SL
     return ({"default": slo} if isinstance(slo, SLO) else dict(slo)) | own
 
 
+def engine_slos(slo: SLO | str | None, classes: Iterable[RequestClass]) -> dict[str, SLO]:
+    """What an engine is built with: the SLO of each class, and ``slo``, or its spelling, for all other requests, if there is one.
+    Raises ``ValueError`` for a spelling that cannot be read."""
+    found = {one.name: one.slo for one in classes}
+    if slo is not None:
+        found["default"] = SLO.of(slo)
+    return found
+
+
 def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
     """Each as :meth:`RequestClass.parse` reads it. Raises ``ValueError``; ``where`` says who gave them."""
     made: dict[str, RequestClass] = {}
@@ -391,6 +400,7 @@ __all__ = [
     "attained",
     "attainment",
     "common_target",
+    "engine_slos",
     "find_slo",
     "first_target",
     "in_percent",

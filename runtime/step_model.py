@@ -49,6 +49,7 @@ __all__ = [
     "Term",
     "learned_terms",
     "next_size",
+    "with_prompts",
 ]
 
 _PRIOR_ERROR = 0.3
@@ -346,7 +347,7 @@ class StepLearner:
 
     @property
     def ready(self) -> bool:
-        return self._decode.samples + self._mixed.samples >= 12
+        return self.samples >= 12
 
     @property
     def knows_prompts(self) -> bool:
@@ -489,13 +490,13 @@ class StepLearner:
                 return seconds - alone
         if (
             not self._mixed.samples
-            or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds
+            or self.predict(with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds
         ):
             return math.inf
         fits, over = 0, _MOST_TOKENS
         while over - fits > 1:
             middle = (fits + over) // 2
-            if self.predict(_with_prompts(decodes, context, middle, in_progress)) <= seconds:
+            if self.predict(with_prompts(decodes, context, middle, in_progress)) <= seconds:
                 fits = middle
             else:
                 over = middle
@@ -506,7 +507,7 @@ _MOST_TOKENS = 2**24
 """Prompt tokens that no step holds."""
 
 
-def _with_prompts(decodes: int, context: int, tokens: int, in_progress: Sequence[tuple[int, int]]) -> StepFeatures:
+def with_prompts(decodes: int, context: int, tokens: int, in_progress: Sequence[tuple[int, int]]) -> StepFeatures:
     """A step with so many prompt tokens: those of ``in_progress`` first, the rest in one fresh chunk."""
     left, read, pairs, chunks = tokens, 0, 0, 0
     for start, most in (*in_progress, (0, tokens)):

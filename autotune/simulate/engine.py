@@ -41,7 +41,7 @@ from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams
 from runtime.request import Sequence as RunningSequence
 from runtime.shared.listeners import Listeners
-from runtime.slo import SLO, RequestClass
+from runtime.slo import SLO, RequestClass, engine_slos
 from runtime.step_model import NO_GRAPHS, StepGraphs, StepModel
 from runtime.tunable import TILE, Capabilities, Facts, KvAllocation, Listener, SchedulerView
 
@@ -121,9 +121,7 @@ class SimulatedEngine(TunableCore):
                 f"kv_allocation is {kv_allocation!r}; it must be one of {', '.join(get_args(KvAllocation))}"
             )
         classes = tuple(classes)
-        slos = {c.name: c.slo for c in classes}
-        if slo is not None:
-            slos["default"] = SLO.of(slo)
+        slos = engine_slos(slo, classes)
         limits = limits or KnobLimits()
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(

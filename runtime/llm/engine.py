@@ -26,7 +26,7 @@ from runtime.llm.tuning import TunableEngine
 from runtime.ordering import Ordering
 from runtime.request import SamplingParams
 from runtime.shared.progress import progress_bar
-from runtime.slo import SLO, RequestClass
+from runtime.slo import SLO, RequestClass, engine_slos
 from runtime.step_model import NO_GRAPHS
 from runtime.tunable import Facts, StepPolicy, tile_on
 
@@ -100,9 +100,7 @@ class Engine(TunableEngine):
             raise ValueError(f'prefix_cache is {prefix_cache!r}; it must be True, False or "tenant"')
         limits = limits or KnobLimits()
         knobs = limits.clamp(Knobs()) if knobs is None else limits.check(knobs)
-        slos = {c.name: c.slo for c in classes}
-        if slo is not None:
-            slos["default"] = SLO.of(slo)
+        slos = engine_slos(slo, classes)
 
         clock = clock or MonotonicClock()
         parts = parts_of(

@@ -591,12 +591,17 @@ class Scheduler:
     def _computed(self, chunk: Chunk, now: float) -> None:
         sequence = chunk.sequence
         sequence.computed = chunk.start + chunk.count
+        self._publish(chunk)
+        if chunk.samples:
+            self._sampled(sequence, now)
+
+    def _publish(self, chunk: Chunk) -> None:
+        """Others may share what ``chunk`` has computed."""
+        sequence = chunk.sequence
         if sequence.hashes:
             self.holdings.publish(sequence, chunk.start)
             if chunk.samples:
                 self.holdings.settled(sequence)
-        if chunk.samples:
-            self._sampled(sequence, now)
 
     def _sampled(self, sequence: Sequence, now: float, expected: bool = False) -> None:
         """The prompt of ``sequence`` is done, and its first token, or its next, is sampled, or ``expected``."""
@@ -661,10 +666,8 @@ class Scheduler:
             self._end(sequence, FinishReason.ERROR, now, finished, f"{type(error).__name__}: {error}")
         for chunk in done.chunks:  # not before: others would share what may not be finite
             sequence = chunk.sequence
-            if sequence.hashes and sequence.state != "finished":
-                self.holdings.publish(sequence, chunk.start)
-                if chunk.samples:
-                    self.holdings.settled(sequence)
+            if sequence.state != "finished":
+                self._publish(chunk)
             if self.slack.following and sequence in new and sequence.state == "decode":
                 self.slack.left(sequence)
                 self.slack.decoding(sequence)

@@ -7,8 +7,8 @@ import logging
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
@@ -260,26 +260,21 @@ class WaitingQueue:
     def stepped(self, record: StepRecord) -> None:
         """A step is over: tell the ordering, if it learns."""
         if self._learning is not None:
-            try:
-                self._learning.on_step(record)
-            except BaseException as error:
-                if ends_program(error):
-                    raise
-                self._hear_no_more()
+            self._tell(self._learning.on_step, record)
 
     def ended(self, record: RequestRecord) -> None:
         """The same of a request."""
         if self._learning is not None:
-            try:
-                self._learning.on_request(record)
-            except BaseException as error:
-                if ends_program(error):
-                    raise
-                self._hear_no_more()
+            self._tell(self._learning.on_request, record)
 
-    def _hear_no_more(self) -> None:
-        log.warning("the ordering raised at a record and will hear no more", exc_info=True)
-        self._learning = None
+    def _tell(self, hear: Callable[[Any], object], record: StepRecord | RequestRecord) -> None:
+        try:
+            hear(record)
+        except BaseException as error:
+            if ends_program(error):
+                raise
+            log.warning("the ordering raised at a record and will hear no more", exc_info=True)
+            self._learning = None
 
     def held_until(self, knobs: Knobs, left: int, slots: int) -> float:
         """Until when the wait window holds new prompts back; -inf when it does not, as while relegated ones have waited longer.

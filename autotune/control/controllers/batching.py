@@ -58,7 +58,6 @@ class BatchingController:
 
     def __init__(self, slo: SLO, start: Knobs, *, blind: bool = False, fixed_window: bool = False) -> None:
         self.start = start
-        self.regime = "learning"
         self._blind = blind
         self._fixed_window = fixed_window
         self._targets = SLOTargets({"default": slo})
@@ -178,7 +177,6 @@ class BatchingController:
         return f"{text}; {' and '.join(binding) or 'nothing'} cuts calls short"
 
     def _propose(self, regime: str, knobs: Knobs, cause: str) -> Proposal:
-        self.regime = regime
         evidence: dict[str, Any] = {
             "calls": self._calls,
             "model_error": round(self._error, 4),

@@ -1,7 +1,8 @@
 """What a controller is: records in, proposals out. No clock, no thread, no engine.
 
-A controller sees records and nothing else, and its ``now`` is the end of the last step. The same records therefore give
-the same decisions, which is what makes a log replayable.
+A controller sees records, the view of each coming step, the SLOs, the knobs and their limits, and nothing else. Its ``now`` is
+the end of the last step, or later where an operator acts in between. The same calls therefore give the same decisions, which
+is what makes a log replayable.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from runtime.llm.stream import Stream
 from runtime.llm.tuning import TunableEngine
 from runtime.ordering import Ordering, ordering_of
 from runtime.request import SamplingParams
-from runtime.slo import SLO, RequestClass
+from runtime.slo import SLO, RequestClass, engine_slos
 from runtime.tunable import Capabilities, Facts, ModelInfo
 
 
@@ -56,9 +56,7 @@ class VllmEngine(TunableEngine):
         **options: Any,
     ) -> None:
         classes = tuple(classes)
-        slos = {c.name: c.slo for c in classes}
-        if slo is not None:
-            slos["default"] = SLO.of(slo)
+        slos = engine_slos(slo, classes)
         if knobs is not None and limits is not None:
             limits.check(knobs)
         clock = clock or MonotonicClock()

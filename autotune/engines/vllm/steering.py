@@ -166,9 +166,9 @@ class Steering(SteeredRequests):
     def free_blocks(self) -> int:
         """KV blocks that nobody holds, and that no prompt in progress will need."""
         free = self._free_blocks()
-        return max(0, free - self._committed()) if self.prefills else free
+        return max(0, free - self._owed()) if self.prefills else free
 
-    def _committed(self) -> int:
+    def _owed(self) -> int:
         """Blocks that prompts in progress will need: vLLM hands them out chunk by chunk."""
         blocks = 0
         for sequence in self.prefills:
@@ -323,7 +323,7 @@ class Steering(SteeredRequests):
                 break
             if spare is None:
                 held = waiting.held_until(knobs, left, slots)
-                spare = self._free_blocks() - self._committed() - taken
+                spare = self._free_blocks() - self._owed() - taken
                 if held > now:
                     most = sum(1 for s in waiting if s.preemptions)
             if held > now and not head.preemptions:

@@ -27,17 +27,18 @@ not count, and the cause names it.
 
 Feedback. ``gain`` scales τ by the targets that requests met and missed (:mod:`.feedback`), those that do not count left out.
 
-TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
+TTFT and E2E contain queueing: one that is missed never makes a batch or a step smaller, for that would cut capacity just when it
+is short.
 
 Do no harm. Where knobs alone hold, the starting ones come back when requests fared better under them (:mod:`.start_comparison`).
 On a host that others keep busy, step times jump for reasons that no model of a step knows. Where steps have budgets, and the
-speed of the machine keeps changing, no knob is cut below its start. Where the model says that no batch meets the
+speed of the machine keeps changing, no prediction cuts a knob below its start. Where the model says that no batch meets the
 target, a smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the
 target lately.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a region of slow steps that is never
-left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. Source:
-DESIGN "What the controller must know"; the step model in :mod:`runtime.step_model`.
+left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. In words and
+with an example: ``docs/concepts/control.md``; the step model is in :mod:`runtime.step_model`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import TILE, SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
-_LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
+_LEFT_ALONE = tuple(
+    spec.name for spec in KNOBS if spec.name not in _TURNED
+)  # they stay where they started, but for drafts
 _LATE = (SLO_REASON, QUEUE_TIMEOUT_REASON)  # why a request was rejected that left the queue, or a late one
 _LEARNING = "learning step times and output lengths: holding the knobs until they can be predicted"
 
@@ -136,7 +139,7 @@ class PredictiveController:
             if self._drafting is not None:
                 self._drafting.step(record)
         if record.leaves_idle:
-            self._steps.idle()
+            self._steps.ran_dry()
 
     def observe_request(self, record: RequestRecord) -> None:
         self._targets.saw(record.request_class, record.output_tokens if record.completed else None)
@@ -285,7 +288,7 @@ class PredictiveController:
     def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         """What the model says."""
         traffic, targets, ready = self._traffic, self._targets, self.model.ready
-        idle = traffic.idle()
+        idle = traffic.demand_limits()
         if idle:
             self._gain.rest(min(max(0.0, now - self._decided), constants.LONG_S))
         self._decided = now

@@ -42,7 +42,7 @@ from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from runtime.records import StepRecord
-from runtime.step_model import StepFeatures
+from runtime.step_model import StepFeatures, with_prompts
 from runtime.tunable import TILE, SchedulerView
 
 
@@ -95,7 +95,7 @@ class StepBudget:
         if record.prefill_tokens and not self._learned.model.knows_prompts:
             self._first.saw(record, seconds, self.target)
 
-    def idle(self) -> None:
+    def ran_dry(self) -> None:
         """Nothing is left to run: the next prompt has a step of its own, whatever the last one had beside it."""
         if self._view is not None:
             empty = self._view._replace(decoding=0, decode_context=0, prefilling=0, in_progress=())
@@ -208,14 +208,10 @@ class StepBudget:
     @staticmethod
     def _features(view: SchedulerView, n: int) -> StepFeatures:
         """A step with ``n`` prompt tokens, those of prompts in progress first."""
-        left, context, pairs = n, 0, 0
-        for done, rest in view.in_progress:
-            chunk = min(left, rest, view.knobs.chunk_size)
-            left -= chunk
-            context += done + chunk
-            pairs += chunk * done + chunk * (chunk + 1) // 2
-        context, pairs = context + left, pairs + left * (left + 1) // 2
-        return StepFeatures(view.decoding, view.decode_context, n, context, pairs)
+        most = view.knobs.chunk_size
+        return with_prompts(
+            view.decoding, view.decode_context, n, [(done, min(left, most)) for done, left in view.in_progress]
+        )
 
     @property
     def prefill_rate(self) -> float:

@@ -87,8 +87,9 @@ class Traffic:
         prompts, gaps = self._samples
         return Requests(demand * len(prompts) / sum(prompts), prompts, gaps, stay) if prompts else None
 
-    def idle(self) -> bool:
-        """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
+    def demand_limits(self) -> bool:
+        """Whether demand is what limits: once anything else limits below 1% of the steps, until it limits 10%. With that gap no
+        knob turns at every decision."""
         self._idle = self.bound < (10 * constants.BINDS if self._idle else constants.BINDS)
         return self._idle
 
