@@ -157,10 +157,10 @@ class Admission:
         if not self.policy.late:
             return None
         ahead, own = self.rate.tokens(waiting), self.rate.tokens(work_of(sequence))
-        ahead += self.before(ahead + own, [self.left(one) for one in in_progress])
+        ahead += self.before(ahead + own, [self.work_left(one) for one in in_progress])
         return self._judge(sequence, now, ahead)
 
-    def left(self, sequence: Sequence) -> float:
+    def work_left(self, sequence: Sequence) -> float:
         """Work of ``sequence``, whose prompt is being computed, that is left; as tokens."""
         return self.rate.tokens(Work.of(sequence.target - sequence.computed, sequence.computed))
 
@@ -239,7 +239,7 @@ class Admission:
         ahead = _Ahead(self.rate.prompts_per_step if self.policy.late else 0)
         relegated = False
         for sequence in tuple(begun):
-            left = self.left(sequence)
+            left = self.work_left(sequence)
             if (verdict := self._in_progress(sequence, now, left, ahead)) is None:
                 lefts.append(left)
                 ahead.add(left)
@@ -251,7 +251,7 @@ class Admission:
                 relegated = True
         if relegated:
             begun.sort(key=rank)
-            return [self.left(sequence) for sequence in begun]
+            return [self.work_left(sequence) for sequence in begun]
         return lefts
 
     def _in_progress(self, sequence: Sequence, now: float, left: float, ahead: _Ahead) -> Verdict | None:

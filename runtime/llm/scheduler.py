@@ -177,7 +177,7 @@ class Scheduler:
         if state == "waiting":
             self.waiting.removed(sequence)
         self.holdings.release(sequence, trusted=trusted)
-        self.slack.left(sequence)
+        self.slack.gone(sequence)
         sequence.cause = cause
         record = sequence.record(reason, now, self._epoch)
         self.waiting.ended(record)
@@ -368,7 +368,7 @@ class Scheduler:
             else:
                 yielding = turn < in_progress
                 if admission is not None:
-                    ahead.append(admission.left(head))
+                    ahead.append(admission.work_left(head))
                 slots -= 1
                 left, limited = self._chunk(head, knobs.chunk_size, left, chunks, limited)
 
@@ -429,7 +429,7 @@ class Scheduler:
             self.waiting.relegate(sequence)
         else:
             put_behind(sequence)
-        self.slack.left(sequence)
+        self.slack.gone(sequence)
         self.holdings.settled(sequence)
 
     def _admit(self, sequence: Sequence, now: float, chunks: list[Chunk]) -> bool:
@@ -539,7 +539,7 @@ class Scheduler:
         else:
             sequence = self.decodes.newest()
             self.decodes.leave(sequence)
-        self.slack.left(sequence)
+        self.slack.gone(sequence)
         self.holdings.release(sequence, trusted=True)
         sequence.computed = 0
         sequence.target = sequence.request.prompt_len + sequence.generated
@@ -585,7 +585,7 @@ class Scheduler:
         kv.give(sequence.blocks[held:])
         del sequence.blocks[held:]
         if accepted:  # else its token deadlines are as they were
-            self.slack.left(sequence)
+            self.slack.gone(sequence)
             self.slack.decoding(sequence)
 
     def _computed(self, chunk: Chunk, now: float) -> None:
@@ -636,7 +636,7 @@ class Scheduler:
         ending: dict[Sequence, None] = {}
         for sequence in self.decodes.take_ended():
             self.decodes.leave(sequence)
-            self.slack.left(sequence)
+            self.slack.gone(sequence)
             sequence.state = "left"
             ending[sequence] = None
         after = self.running, self.waiting.count, self.waiting.tokens, self.kv.free
@@ -669,7 +669,7 @@ class Scheduler:
             if sequence.state != "finished":
                 self._publish(chunk)
             if self.slack.following and sequence in new and sequence.state == "decode":
-                self.slack.left(sequence)
+                self.slack.gone(sequence)
                 self.slack.decoding(sequence)
         for sequence, reason in result.stopped:
             self._end(sequence, reason, now, finished)

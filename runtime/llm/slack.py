@@ -140,7 +140,7 @@ class SlackTracker:
             self._gap[sequence] = gap
             self._gaps[gap] = self._gaps.get(gap, 0) + 1
 
-    def left(self, sequence: Sequence) -> None:
+    def gone(self, sequence: Sequence) -> None:
         """``sequence`` has ended, or has been preempted (then :meth:`queued` follows)."""
         if not self.following:
             return

@@ -148,7 +148,7 @@ class SteeredRequests:
         if others:
             self._outweighed = [(one, verdict) for one in others]
         elif self._relegates(admission, sequence, verdict):
-            self.slack.left(sequence)
+            self.slack.gone(sequence)
             self._to_come.drop(sequence)
             self.waiting.relegate(sequence)
         else:
@@ -243,7 +243,7 @@ class SteeredRequests:
         """Have it go behind those that can still be met, in vLLM's queue too; once."""
         if sequence.relegated is not None:
             return
-        self.slack.left(sequence)
+        self.slack.gone(sequence)
         self._to_come.drop(sequence)
         if sequence.state != "waiting":
             put_behind(sequence)
@@ -317,7 +317,7 @@ class SteeredRequests:
         self.prefills.pop(sequence, None)
         self._to_come.drop(sequence)
         self._offsets -= self.decodes.pop(sequence, 0)
-        self.slack.left(sequence)
+        self.slack.gone(sequence)
 
     def dropped(self, names: Iterable[str]) -> None:
         """vLLM has ended these requests, or some of them, from outside a step."""

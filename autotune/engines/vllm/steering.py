@@ -500,7 +500,7 @@ class Steering(SteeredRequests):
                         self._first_token(one)
                     elif one.state == "waiting":  # it was preempted while its token was on its way
                         one.generated = len(one.token_times)
-                        self.slack.left(one)
+                        self.slack.gone(one)
                         self.slack.queued(one)
                     if kept is not None:
                         kept += _tokens(one, out)
