@@ -49,7 +49,6 @@ __all__ = [
     "Term",
     "learned_terms",
     "next_size",
-    "with_prompts",
 ]
 
 _PRIOR_ERROR = 0.3
@@ -490,13 +489,13 @@ class StepLearner:
                 return seconds - alone
         if (
             not self._mixed.samples
-            or self.predict(with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds
+            or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds
         ):
             return math.inf
         fits, over = 0, _MOST_TOKENS
         while over - fits > 1:
             middle = (fits + over) // 2
-            if self.predict(with_prompts(decodes, context, middle, in_progress)) <= seconds:
+            if self.predict(_with_prompts(decodes, context, middle, in_progress)) <= seconds:
                 fits = middle
             else:
                 over = middle
@@ -507,7 +506,7 @@ _MOST_TOKENS = 2**24
 """Prompt tokens that no step holds."""
 
 
-def with_prompts(decodes: int, context: int, tokens: int, in_progress: Sequence[tuple[int, int]]) -> StepFeatures:
+def _with_prompts(decodes: int, context: int, tokens: int, in_progress: Sequence[tuple[int, int]]) -> StepFeatures:
     """A step with so many prompt tokens: those of ``in_progress`` first, the rest in one fresh chunk."""
     left, read, pairs, chunks = tokens, 0, 0, 0
     for start, most in (*in_progress, (0, tokens)):

@@ -16,7 +16,7 @@ import numpy as np
 
 from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
-from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
+from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape, as_run
 from runtime.records import percentile
 from runtime.step_model import NO_GRAPHS, TERMS, StepFeatures, StepGraphs, StepLearner, further_rows, padding_rows
 
@@ -90,7 +90,7 @@ class CostModel:
         self._prompt, self._mixed_kv = values.get("prompt_s", 0.0), values.get("mixed_kv_s", 0.0)
         self._eager = values.get("eager_s", 0.0)
         self._more = [
-            (term.group, values[term.coefficient], term.amount)
+            (term, values[term.coefficient])
             for term in self._shape.terms
             if term.name not in WRITTEN_OUT and values.get(term.coefficient)
         ]
@@ -135,8 +135,10 @@ class CostModel:
             memory, compute = memory * memory, compute * compute
             return outside + math.sqrt(math.sqrt(memory * memory + compute * compute))
         more = {"outside": outside, "memory": memory, "compute": compute}
-        for group, each, amount in self._more:
-            more[group] += each * float(amount(step))
+        rows, eager = as_run(step, self.facts.graphs)
+        for term, each in self._more:
+            amount = float(term.amount(rows if term.padded else step))
+            more[term.group] += each * amount * (bool(eager) if term.unrecorded_only else 1)
         memory, compute, norm = more["memory"], more["compute"], self._shape.norm
         if norm == math.inf:
             return more["outside"] + max(memory, compute)

@@ -4,9 +4,11 @@ The terms are the rows of :data:`runtime.step_model.TERMS` that have a coefficie
 compute)`` seconds. Every group is a sum of non-negative coefficients times what a step holds (roofline: Williams et al., CACM
 52(4), 2009)::
 
-    outside   overhead_s + decode_s·decodes + chunk_s·chunks
+    outside   overhead_s + decode_s·decodes + chunk_s·chunks + [chunks > 0]·(prompt_s + mixed_kv_s·decode context)
+              + [not recorded]·eager_s
     memory    weights_s + experts_s·(1 − e^(−tokens/expert_tokens)) + decode_kv_s·decode context + prefill_kv_s·prefill context
     compute   Σ token_s@k·(tokens beyond k, up to the next k) + pair_s·(decode context + prefill attention)
+              + padding128_s·empty₁₂₈ + padding256_s·empty₂₅₆
 
 ``combine`` is the p-norm (m^p + c^p)^(1/p): the sum at p = 1 (nothing overlaps), the longer of the two at p = ∞ (all
 overlaps), and in between for what overlaps in part. ``experts_s`` is for mixtures of experts: few tokens touch few of them, many

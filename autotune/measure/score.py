@@ -158,8 +158,8 @@ def score(
     weights = weights or {}
     judged = attainment(records, slo)
     low, high = wilson_interval(judged.met, judged.offered)
-    width = max(1.0, duration / _MOST_BLOCKS)
-    blocks: list[tuple[int | float, int | float]] = [(0, 0)] * max(1, math.ceil(duration / width))
+    blocks: list[tuple[int | float, int | float]] = [(0, 0)] * min(_MOST_BLOCKS, max(1, round(duration)))
+    width = duration / len(blocks)
     goodput = 0.0
     for record in records:
         at = min(len(blocks) - 1, max(0, int((record.arrival - start) / width)))

@@ -88,7 +88,8 @@ def _fitted(cost: CostModel, steps: Sequence[StepPoint], served: Sequence[StepPo
 
 
 def unlike(cost: CostModel, runs: Sequence[Run]) -> float:
-    """By how much the speeds that ``runs`` show differ, as a share: a machine has one, the rest is what ``cost`` is wrong by."""
+    """By how much the speeds that ``runs`` show lie from their median at most, as a share: a machine has one, the rest is what
+    ``cost`` is wrong by."""
     speeds = [speed for run in runs if (speed := speed_in(cost, run)) is not None]
     middle = statistics.median(speeds) if speeds else 1.0
     return max((abs(speed / middle - 1) for speed in speeds), default=0.0)

@@ -346,7 +346,7 @@ def _token_s(prompts: Sequence[Sample]) -> float:
 
 
 def _reference_seconds(reference: Sequence[Sample]) -> float:
-    """Seconds of an reference: its prompts, and as many typical decode steps as there should be."""
+    """Seconds of a reference: its prompts, and as many typical decode steps as there should be."""
     prompts = sum(s.seconds for s in reference[1:] if s.record.prefill_tokens)
     return prompts + REFERENCE_DECODES * statistics.median(_decodes(reference))
 

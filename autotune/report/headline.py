@@ -21,6 +21,7 @@ from autotune.report.wording import (
     number,
     percent,
     plus_minus,
+    required,
     sentence,
     target_share,
 )
@@ -148,11 +149,9 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
     )
     share = Figure(
         "attainment",
-        percent(share_met(point), target=None if profile.classes else profile.slo.attainment),
+        percent(share_met(point), target=required(Objective.of(profile))),
         "of requests",
-        f"at {number(point.offered_rate)} req/s offered; target {Objective.of(profile).shares}"
-        if profile.classes
-        else f"at {number(point.offered_rate)} req/s offered; target {target_share(profile.slo.attainment)}",
+        f"at {number(point.offered_rate)} req/s offered; target {Objective.of(profile).shares}",
         "good" if Objective.of(profile).attained(point) else "",
     )
     found = [compared_by, share]
@@ -255,7 +254,7 @@ def _purposes(evidence: Evidence) -> Table:
                 name,
                 *(f"{getattr(p.knobs, s.name):,g}" for s in KNOBS),
                 *mean_cell(Objective.of(profile), p),
-                percent(share_met(p), target=None if profile.classes else profile.slo.attainment),
+                percent(share_met(p), target=required(Objective.of(profile))),
                 plus_minus(p),
                 number(p.throughput.mean, 4),
                 *(number(value) for value in (p.ttft_p99_ms, p.tpot_p99_ms)),

@@ -198,18 +198,14 @@ def conclusion(profile: Profile) -> str:
         if most is not None and profile.objective == "goodput":
             return _measured_ahead(profile, most, base)
         return f"No setting beats vLLM's defaults here: {best}."
-    turned = [
-        f"{knob_name(profile.engine.name, spec.name)}={getattr(setting.knobs, spec.name):g}"
-        for spec in KNOBS
-        if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
-    ]
+    turned = _turned(profile, setting.knobs, base)
     if simulated:
-        return f"By simulation alone: set {', '.join(turned)}. Nothing has been measured."
-    advice, gain = f"Set {', '.join(turned)}", known_gain(profile)
+        return f"By simulation alone: set {turned}. Nothing has been measured."
+    advice, gain = f"Set {turned}", known_gain(profile)
     once = f"; one run of {profile.workload.window_s:.3g} s" if len(setting.point.seeds) == 1 else ""
     if base is None or base.stage != setting.point.stage or base.rate != setting.point.rate:
         return f"{advice}. vLLM's defaults were not measured beside it."
-    best = f"Best by measurement and simulation, {', '.join(turned)}"
+    best = f"Best by measurement and simulation, {turned}"
     if gain is None:  # of a version that did not compare the runs, or the defaults met none
         did = (
             f"{_share(profile, setting.point)} of requests within the SLO, with vLLM's defaults {_share(profile, base)}"
@@ -231,10 +227,10 @@ def conclusion(profile: Profile) -> str:
         few = "" if objective.confirmed(base) else f"{base.offered} requests are too few to tell them apart; "
         return (
             f"No gain over vLLM's defaults to be seen here: with either, every request met the SLO at {base.offered_rate:.3g} "
-            f"req/s; {few}best by measurement and simulation, {', '.join(turned)}."
+            f"req/s; {few}best by measurement and simulation, {turned}."
         )
     more = compared(gain.ratio, "requests within the SLO", "with vLLM's defaults")
-    before = "" if gain.block_s is not None else ", by the rule of before, which claimed too much"
+    before = "" if gain.block_s is not None else ", by the rule of earlier versions, which claimed too much"
     apart = "" if gain.paired else "; the two met different requests"
     more += f" (95% interval {interval}{before}{apart}{once})"
     if gain.clear:
@@ -254,11 +250,7 @@ def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:
     """Of ``point``, whose interval lies above that of vLLM's defaults, though they were chosen: block by block, and beyond
     what runs of one setting differ by, it does not."""
     mine, other, shares = compared_by(point, base)
-    turned = ", ".join(
-        f"{knob_name(profile.engine.name, spec.name)}={getattr(point.knobs, spec.name):g}"
-        for spec in KNOBS
-        if getattr(point.knobs, spec.name) != getattr(base.knobs, spec.name)
-    )
+    turned = _turned(profile, point.knobs, base)
     target = required(Objective.of(profile))
     did = (
         f"{percent(mine.mean, target=target)} of the same requests within the SLO against {percent(other.mean, target=target)}"
@@ -273,15 +265,20 @@ def _measured_ahead(profile: Profile, point: Point, base: Point) -> str:
     )
 
 
+def _turned(profile: Profile, knobs: Knobs, base: Point | None) -> str:
+    """``knobs`` that ``base`` has otherwise (None: all), by the names that the profile's engine has for them."""
+    return ", ".join(
+        f"{knob_name(profile.engine.name, spec.name)}={getattr(knobs, spec.name):g}"
+        for spec in KNOBS
+        if base is None or getattr(knobs, spec.name) != getattr(base.knobs, spec.name)
+    )
+
+
 def _by_mean_e2e(profile: Profile, setting: Setting) -> str:
     """The same where the lowest mean E2E was looked for."""
     base, here = profile.baseline, setting.point.e2e_mean_ms
-    turned = [
-        f"{spec.name}={getattr(setting.knobs, spec.name):g}"
-        for spec in KNOBS
-        if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
-    ]
-    advice = f"{'By simulation alone: set' if setting.point.stage == 'simulation' else 'Set'} {', '.join(turned)}"
+    turned = _turned(profile, setting.knobs, base)
+    advice = f"{'By simulation alone: set' if setting.point.stage == 'simulation' else 'Set'} {turned}"
     if here is None:
         return f"{advice}."
     there = None if base is None else base.e2e_mean_ms

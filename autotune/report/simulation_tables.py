@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
@@ -216,5 +216,5 @@ def _between(point: Point, detail: Detail, repeated: bool) -> str:
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None)
-    return known[len(known) // 2] if known else None
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

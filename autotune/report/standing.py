@@ -90,7 +90,7 @@ def _uncertain(gain: Gain | None, mine: Spread, base: Spread) -> str:
     apart = mine.low > base.high or base.low > mine.high if gain is None else not gain.low <= 1 <= gain.high
     if not apart:
         return ", a difference within the 95% intervals"
-    rule = "intervals of either alone, which claim" if gain is None else "the rule of before, which claimed"
+    rule = "intervals of either alone, which claim" if gain is None else "the rule of earlier versions, which claimed"
     return f", a difference by {rule} too much"
 
 
@@ -121,14 +121,16 @@ def _of_same_requests(point: Point, baseline: Point) -> tuple[Spread, Spread] | 
     """The attainment of the requests that both met, with 95% intervals: those of equal seeds at one rate.
 
     None where one has no run under the other's seeds, or each has some that the other has not: a profile tells how many requests
-    came under all seeds of a point, not under some.
+    came under all seeds of a point, not under some. Nor are they known from a goodput in which classes weigh differently.
     """
     common = set(point.seeds) & set(baseline.seeds)
     whole = next((p for p in (baseline, point) if set(p.seeds) == common), None)
     if whole is None or not whole.offered or not math.isclose(point.rate, baseline.rate):
         return None
-    if any(len(p.seeds) != len(p.goodput.runs) for p in (point, baseline) if p is not whole):
-        return None
+    for p in (point, baseline):
+        weighted = any(one.weight != 1 for one in p.classes.values())
+        if set(p.seeds) != common and (weighted or len(p.seeds) != len(p.goodput.runs)):
+            return None
     return _share(point, common, whole), _share(baseline, common, whole)
 
 

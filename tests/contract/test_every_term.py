@@ -10,6 +10,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,22 @@ def test_a_row_more_is_fitted_and_scales_with_its_group(padded: None, monkeypatc
     assert fast.predict(step) < 0.65 * model.predict(step)
     monkeypatch.delitem(TERMS, "padding")
     assert off(fit_cost_model(points()).predict) > 0.02, "without the row it cannot be told"
+
+
+def test_a_row_more_counts_in_the_steps_in_which_it_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of steps that run launch by launch costs nothing in those that are recorded, for whoever fits and whoever predicts."""
+    row = Term("launches", "chunks", lambda s: 1.0 * s.chunks, "launch_s", unrecorded_only=True)
+    monkeypatch.setitem(TERMS, row.name, row)
+    shape = replace(SHAPES[-1])  # what it keeps of its rows is of those of now
+    assert shape.graphs.prompts
+    values = {name: 1e-5 for name in shape.names}
+    model = CostModel(facts(shape, values))
+    counted = [*steps(90, seed=3), StepFeatures(8, 800, 64, 64, 64 * 65 // 2, 1)]
+    columns = shape.columns(np.array(counted, dtype=float))
+    seconds, _ = shape.times(columns, np.array([values[name] for name in shape.names]))
+    assert [model.predict(step) for step in counted] == pytest.approx(list(seconds))
+    launched = columns[:, shape.names.index("launch_s")]
+    assert (launched > 0).any() and launched[-1] == 0
 
 
 def test_a_row_more_is_learned_online_and_solved_for(padded: None, monkeypatch: pytest.MonkeyPatch) -> None:

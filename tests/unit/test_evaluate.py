@@ -213,6 +213,18 @@ def test_deadlines(slo: SLO, tokens: int, seconds: float) -> None:
     assert deadline(slo, tokens) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("duration", [0.4, 1.0, 4.2, 8.19, 8.6])
+def test_blocks_of_a_score_are_equally_long(duration: float) -> None:
+    """Else a stub at the end would count as a block in which hardly any request came."""
+    records = [request_record([t + 0.1, t + 0.2], arrival=t) for t in (duration * (i + 0.5) / 840 for i in range(840))]
+    found = score(
+        records, SLO(ttft_ms=500), setting=KNOBS, epoch=3, seed=5, rate=2.0, start=0.0, duration=duration, tokens=5,
+        steps=[], report=ReplayReport(840, 0.0, duration, 0.0, 0.0, 0.0, 0.0, False), wall_s=4.0,
+    )  # fmt: skip
+    assert len(found.blocks) == max(1, round(duration))
+    assert max(offered for offered, _ in found.blocks) - min(offered for offered, _ in found.blocks) <= 1
+
+
 def test_score_from_records() -> None:
     records = [
         request_record([100.1, 100.2], arrival=100.0),

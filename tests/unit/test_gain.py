@@ -180,7 +180,7 @@ def test_the_terminal_calls_no_gain_clear_that_is_within_the_noise() -> None:
     older = sure.model_copy(update={"gain": sure.gain.model_copy(update={"block_s": None})})
     text = conclusion(older)
     assert text.startswith("No clear gain")
-    assert "%, by the rule of before, which claimed too much; one run of 4 s)" in text
+    assert "%, by the rule of earlier versions, which claimed too much; one run of 4 s)" in text
 
 
 def test_without_a_gain_intervals_of_either_claim_none() -> None:

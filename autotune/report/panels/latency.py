@@ -15,7 +15,6 @@ from autotune.report.section import Section, absent
 from autotune.report.wording import ms, number
 
 KEY, TOPIC = "latency", "Latency of the requests"
-_ALSO = {"TTFT": "ttft_p99_ms", "TPOT": "tpot_p99_ms", "E2E": "e2e_p99_ms"}
 _WORDS = {
     "TTFT": "time to first token",
     "TPOT": "time per output token",
@@ -31,7 +30,7 @@ def section(evidence: Evidence) -> Section:
             evidence.lacking[0] if evidence.lacking else "No run of the recommended setting is in the file of raw runs."
         )
         return absent(KEY, TOPIC, f"{why} Only it holds the distributions.")
-    if not any(_curves(run, name) for run in ours for name in _ALSO):
+    if not any(_curves(run, name) for run in ours for name in _WORDS):
         return absent(
             KEY, TOPIC, "These runs were recorded by a version that kept no distributions, only medians and p99."
         )
@@ -40,7 +39,7 @@ def section(evidence: Evidence) -> Section:
         series.append((VLLM_LABEL, "@baseline", evidence.runs_of(baseline)))
     classes = evidence.profile.classes
     bounds = {} if classes else {t.name: t for t in targets(evidence.profile.slo)}
-    plots = tuple(made for name in _ALSO if (made := _plot(name, bounds.get(name), series)) is not None)
+    plots = tuple(made for name in _WORDS if (made := _plot(name, bounds.get(name), series)) is not None)
     runs = len(ours)
     what = "simulated requests" if evidence.simulated else "requests"
     lead = (

@@ -9,7 +9,18 @@ from autotune.profile import Point, Profile
 from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence, MeasuredTrial
 from autotune.report.section import Section, Table
-from autotune.report.wording import STAGES, counted, listed, mean_cell, mean_title, names, number, percent, plus_minus
+from autotune.report.wording import (
+    STAGES,
+    counted,
+    listed,
+    mean_cell,
+    mean_title,
+    names,
+    number,
+    percent,
+    plus_minus,
+    required,
+)
 from autotune.workload.options import fraction
 from runtime.knobs import KNOBS, Knobs
 from runtime.slo import share_met
@@ -121,7 +132,7 @@ def _row(profile: Profile, p: Point, called: dict[Knobs, str]) -> tuple[str, ...
         *_knobs(p.knobs),
         number(p.offered_rate),
         *mean_cell(Objective.of(profile), p),
-        percent(share_met(p), target=_target(profile)),
+        percent(share_met(p), target=required(Objective.of(profile))),
         plus_minus(p),
         number(p.throughput.mean, 4),
         *(number(v) for v in (p.ttft_p99_ms, p.tpot_p99_ms, p.e2e_p99_ms)),
@@ -135,17 +146,12 @@ def _trial_row(profile: Profile, t: MeasuredTrial, called: dict[Knobs, str]) -> 
         STAGES[t.stage],
         *_knobs(t.knobs),
         *mean_cell(Objective.of(profile), t),
-        percent(t.attainment, target=_target(profile)),
+        percent(t.attainment, target=required(Objective.of(profile))),
         number(t.goodput),
         number(t.throughput, 4),
         *(number(v) for v in (t.ttft_p99_ms, t.tpot_p99_ms, t.e2e_p99_ms)),
         *_price(profile, t.throughput),
     )
-
-
-def _target(profile: Profile) -> float | None:
-    """The attainment required; None where each class has its own."""
-    return None if profile.classes else profile.slo.attainment
 
 
 def _knobs(knobs: Knobs) -> Iterable[str]:

@@ -51,7 +51,7 @@ def _off(step: StepPoint) -> float:
 
 
 def _plot(steps: list[StepPoint], title: str) -> Plot:
-    data, labels = [], []
+    data = []
     names = list(dict.fromkeys(s.region for s in steps))
     for place, region in enumerate(names):
         colour, symbol = _SERIES[place % len(_SERIES)]
@@ -61,7 +61,6 @@ def _plot(steps: list[StepPoint], title: str) -> Plot:
             xs, ys, [_hover(s) for s in mine], colour=colour, symbol=symbol, size=9, line={"color": "@card", "width": 1}
         )
         data.append({**trace, "name": plain(region), "showlegend": True})
-        labels.append(region)
     far = max(100 * _BAND * 1.6, *(1.15 * abs(v) for trace in data for v in trace["y"]))
     x = log_axis("measured step time (ms)", [v for trace in data for v in trace["x"]])
     y = axis("modelled − measured (%)", range=[-far, far], ticksuffix="%", zeroline=True, zerolinecolor="@line")

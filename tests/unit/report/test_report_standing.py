@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from autotune.profile import Confidence, Gain, Point, Profile, Setting, Spread
+from autotune.profile.parts import ClassPoint
 from autotune.report import Evidence
-from autotune.report.standing import Standing, standing
+from autotune.report.standing import Standing, compared_by, standing
 from autotune.report.wording import compared
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
@@ -96,7 +97,7 @@ def test_what_is_clear_is_what_the_terminal_says() -> None:
     assert not found.clear and found.beside == "no clear difference to the vLLM defaults"
     found = against(far, BASE, Gain(ratio=1.1, low=1.05, high=1.2, requests=589, paired=True))
     assert not found.clear and found.beside == "no clear difference to the vLLM defaults", "of an earlier version"
-    assert found.sentence.endswith("a difference by the rule of before, which claimed too much")
+    assert found.sentence.endswith("a difference by the rule of earlier versions, which claimed too much")
 
 
 def test_a_gain_within_the_noise_of_the_profile_is_not_clear() -> None:
@@ -129,6 +130,19 @@ def test_of_other_requests_goodput_has_to_tell(changes: dict[str, Any]) -> None:
     other = Spread(mean=60.0, low=50.0, high=70.0, runs=(60.0,))
     simulated = BASE.model_copy(update={"stage": "simulation", "goodput": other, "seeds": (30,)})
     assert against(chosen(stage="simulation"), simulated).beside == "44% fewer than with the vLLM defaults"
+
+
+@pytest.mark.parametrize(("weight", "by_shares"), [(1.0, True), (0.2, False)])
+def test_a_goodput_of_classes_that_weigh_differently_tells_no_share(weight: float, by_shares: bool) -> None:
+    classes = {
+        name: ClassPoint(
+            weight=own, offered=597, met=595, attainment=595 / 597, throughput=1.0, ttft_p99_ms=1.0, tpot_p99_ms=1.0,
+            e2e_p99_ms=1.0,
+        )
+        for name, own in (("chat", 1.0), ("batch", weight))
+    }  # fmt: skip
+    *_, shares = compared_by(chosen(classes=classes), BASE)
+    assert shares is by_shares
 
 
 def test_runs_repeated_under_a_common_seed_count_once() -> None:

@@ -42,7 +42,7 @@ from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.traffic import Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from runtime.records import StepRecord
-from runtime.step_model import StepFeatures, with_prompts
+from runtime.step_model import StepFeatures
 from runtime.tunable import TILE, SchedulerView
 
 
@@ -207,11 +207,16 @@ class StepBudget:
 
     @staticmethod
     def _features(view: SchedulerView, n: int) -> StepFeatures:
-        """A step with ``n`` prompt tokens, those of prompts in progress first."""
-        most = view.knobs.chunk_size
-        return with_prompts(
-            view.decoding, view.decode_context, n, [(done, min(left, most)) for done, left in view.in_progress]
-        )
+        """A step with ``n`` prompt tokens, those of prompts in progress first. How many chunks they make is left out: with it,
+        prompts are judged by a lower rate, and H3 loses 1.6% (seeds 1 to 15)."""
+        left, context, pairs = n, 0, 0
+        for done, rest in view.in_progress:
+            chunk = min(left, rest, view.knobs.chunk_size)
+            left -= chunk
+            context += done + chunk
+            pairs += chunk * done + chunk * (chunk + 1) // 2
+        context, pairs = context + left, pairs + left * (left + 1) // 2
+        return StepFeatures(view.decoding, view.decode_context, n, context, pairs)
 
     @property
     def prefill_rate(self) -> float:
