@@ -29,7 +29,7 @@ class Backpressure:
 
     @property
     def admits(self) -> bool:
-        """Whether the queue has a place, for which then nobody stands in line."""
+        """Whether the queue has a free place; nobody stands in line then."""
         return self._core.state.waiting < self._core.max_queue
 
     def join(self, item: Item) -> None:

@@ -33,6 +33,7 @@ from runtime.batching.process_worker import ProcessWorker
 from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.clock import Clock, MonotonicClock
+from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits
 from runtime.ordering import Ordering
 from runtime.slo import SLO
@@ -184,7 +185,7 @@ class Batcher(TunableBatcher):
         future = self._future(
             self._item(item, cost, priority, tenant, request_class, deadline_s, timeout_s, request_id)
         )
-        self._pool.submit(future.item, block=self._block and not in_event_loop())
+        self._enter(future, block=self._block and not in_event_loop())
         return future
 
     def _item(
@@ -218,6 +219,14 @@ class Batcher(TunableBatcher):
         future._keeps = self if self._owner is None else (self, self._owner())  # until it is done
         return future
 
+    def _enter(self, future: ItemFuture, *, block: bool = False, patient: bool = False) -> None:
+        """Queue the item of ``future``, as :meth:`Pool.submit` has it."""
+        try:
+            self._pool.submit(future.item, block=block, patient=patient)
+        except RejectedError:  # neither keeps the other, or its payload, alive: under overload there are many
+            future.item.handle = future._keeps = None
+            raise
+
     def _cost_of(self, payload: Any) -> int:
         cost = 1 if self._cost is None else self._cost(payload)
         if type(cost) is int and cost > 0:
@@ -242,7 +251,7 @@ class Batcher(TunableBatcher):
         if self._pool.here:
             raise RuntimeError(FOR_ITSELF)
         future = self._future(self._item(item, self._cost_of(item), **options))
-        self._pool.submit(future.item, patient=self._block)
+        self._enter(future, patient=self._block)
         return await future
 
     def map(
@@ -265,7 +274,7 @@ class Batcher(TunableBatcher):
         return map_over(
             self._cost_of,
             lambda item, cost: self._future(self._item(item, cost, **options)),
-            lambda future: self._pool.submit(future.item, block=True),
+            lambda future: self._enter(future, block=True),
             items,
             self._pool,
             ordered=ordered,

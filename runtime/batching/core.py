@@ -107,7 +107,7 @@ class BatchCore:
     # -- items ----------------------------------------------------------------------------------------------------------
 
     def submit(self, item: Item, now: float) -> None:
-        """Queue ``item``. Raises :class:`RejectedError` (``queue_full``, or ``slo`` by the strategy\'s choice)."""
+        """Queue ``item``. Raises :class:`RejectedError` (``queue_full``, or ``slo`` by the strategy's choice)."""
         assert item.state is NEW
         state = self.state
         if state.waiting >= self.max_queue:

@@ -6,9 +6,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Final
 
 log = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 5.0
+"""For a task that was cancelled to be over."""
 
 
 class LoopThread:
@@ -59,16 +62,27 @@ class LoopThread:
         return self._thread is thread
 
     def close(self) -> None:
-        """Stop and close the loop; nothing runs in it any more."""
+        """Cancel what the function has left running in the loop, then stop and close it; a task that is not over after
+        ``PATIENCE_S`` is left where it is."""
         with self._lock:
             loop, thread = self._loop, self._thread
             if loop is None or thread is None or loop.is_closed():
                 return
-            asyncio.run_coroutine_threadsafe(loop.shutdown_asyncgens(), loop).result()
+            asyncio.run_coroutine_threadsafe(_ended(loop), loop).result()
             self._closing = True
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+
+
+async def _ended(loop: asyncio.AbstractEventLoop) -> None:
+    """All tasks of ``loop`` but this one are cancelled, and have had time to clean up."""
+    others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=PATIENCE_S)
+    await loop.shutdown_asyncgens()
 
 
 async def _contained(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:

@@ -119,7 +119,7 @@ class StreamFuture(ItemFuture):
         self._outputs: list[Any] = []
         self._changed = threading.Condition()
         self._in_loops: deque[asyncio.Future[None]] = deque()
-        self.add_done_callback(lambda _: self._wake())
+        self.add_done_callback(StreamFuture._wake)  # nothing of its own, which it would keep alive
 
     @property
     def outputs(self) -> list[Any]:

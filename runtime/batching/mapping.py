@@ -91,8 +91,10 @@ def _press_for(future: ItemFuture, pool: Pool) -> None:
     """``future`` is waited for, and no more are brought meanwhile."""
 
     def press() -> None:
-        if future.item not in pool.core.state.wanted:
-            pool.core.state.wanted.append(future.item)
+        state = pool.core.state
+        state.wanted = [item for item in state.wanted if item.state is WAITING]
+        if future.item not in state.wanted:
+            state.wanted.append(future.item)
             pool.wake()
 
     if not future.done() and future.item.state is WAITING:

@@ -95,7 +95,10 @@ class ProcessWorker:
 
     def _end(self) -> int | None:
         with self._lock:
-            process, self._process, self._pipe = self._process, None, None
+            process, pipe = self._process, self._pipe
+            self._process = self._pipe = None
+        if pipe is not None:
+            pipe.close()
         if process is None:
             return None
         process.join(_GRACE_S)

@@ -6,7 +6,7 @@ Formula. A call of n items of cost c, beside which o others run on average, take
 
 with every coefficient at least 0: a fixed price of a call, a price for each item and each unit of cost, and what other calls
 on the same device add. With one worker at a time the last three are left out. Fitted by the recursive least squares of
-:mod:`runtime.step_model` (relative errors, Huber-clipped, directional forgetting: what does not vary is not forgotten).
+:mod:`runtime.shared.least_squares` (relative errors, Huber-clipped, directional forgetting: what does not vary is not forgotten).
 
 Failure mode: a time that depends on what is not in the formula. ``margin`` widens with it: a quantile of actual/predicted
 over the latest calls. While there are few, one that takes four times as long as the first explains makes it forget them: that

@@ -265,7 +265,8 @@ def create_app(api: Api) -> FastAPI:
         status = getattr(error, "status_code", 404)
         allowed = (getattr(error, "headers", None) or {}).get("Allow", "other methods")
         what = "there is no such path" if status == 404 else f"this path takes {allowed}"
-        return complain(request, ApiError(status, f"{request.method} {request.url.path}: {what}", code="not_found"))
+        code = "not_found" if status == 404 else "method_not_allowed"
+        return complain(request, ApiError(status, f"{request.method} {request.url.path}: {what}", code=code))
 
     for kind in (ApiError, AutotuneError, Exception):
         app.add_exception_handler(kind, complain)

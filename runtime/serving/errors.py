@@ -17,7 +17,7 @@ from runtime.errors import (
 )
 
 _ENGINES_NAMES = {"tenant": "user", "prompt": "messages"}  # for fields of requests
-CLIENT_GONE = 499  # nobody will read it; as in nginx\'s logs
+CLIENT_GONE = 499  # nobody will read it; as in nginx's logs
 _TYPES = {404: "not_found_error", 405: "invalid_request_error", 429: "rate_limit_error"}
 
 

@@ -1,4 +1,4 @@
-"""Linear least squares one sample at a time, with non-negative coefficients: what :mod:`runtime.step_model` learns by."""
+"""Linear least squares one sample at a time, with non-negative coefficients: what step times and batcher calls are learned by."""
 
 from __future__ import annotations
 

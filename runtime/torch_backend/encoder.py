@@ -80,7 +80,8 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 class PackedEncoder:
-    """``model``, a bidirectional transformers encoder, on lists of token ids. Inference only; the model is changed in place.
+    """``model``, a bidirectional transformers encoder, on lists of token ids. Inference only; the model is changed in place,
+    unless it is refused.
 
     Raises ``UnsupportedModelError`` when packed and plain results differ on lists of mixed lengths, which is looked at once, in
     the beginning: position ids that a model makes from its padding, or attention that goes other ways.
@@ -93,11 +94,16 @@ class PackedEncoder:
         self._positions = _positions(model)
         lists = [[5 + i % 7 for i in range(length)] for length in (3, 9, 9, 1, 6)]
         plain = [self._plain(ids) for ids in lists]
+        before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
-        if not any(self._agrees(lists, plain, offset) for offset in self._offsets(max(map(len, lists)))):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} gives other results without padding; it needs padded batches"
-            )
+        try:
+            if not any(self._agrees(lists, plain, offset) for offset in self._offsets(max(map(len, lists)))):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} gives other results without padding; it needs padded batches"
+                )
+        except BaseException:  # whoever gave it may use it otherwise
+            model.set_attn_implementation(before)
+            raise
         if pack:
             pack_linears(model, rows=_ROWS)
 

@@ -14,7 +14,6 @@ _LOST: Final = (
     "illegal memory access",
     "illegal address",
     "illegal instruction",
-    "illegal address space",
     "invalid program counter",
     "misaligned address",
     "unspecified launch failure",

@@ -251,3 +251,27 @@ def test_a_loop_that_closed_meanwhile_harms_nobody() -> None:
 
 async def _await(future: Any) -> Any:
     return await future
+
+
+def test_what_an_asynchronous_function_has_started_is_cancelled_by_close() -> None:
+    ended: list[str] = []
+
+    async def refresh() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # has time to clean up
+            ended.append("cleaned up")
+            raise
+
+    kept: list[asyncio.Task[None]] = []
+
+    @batch
+    async def embed(items: list[int]) -> list[int]:
+        kept.append(asyncio.create_task(refresh()))
+        await asyncio.sleep(0)
+        return items
+
+    assert embed.submit(1).result(30) == 1
+    embed.close()
+    assert ended == ["cleaned up"] and kept[0].cancelled()

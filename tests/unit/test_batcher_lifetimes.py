@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 
 from runtime import Batcher, FinishReason, batch
 from runtime.batching.item import Ended, Item
+from runtime.batching.mapping import _press_for
 from runtime.batching.strategies import Dynamic
+from runtime.errors import RejectedError
 from tests.unit.batcher_doubles import Gated, double
 
 
@@ -221,3 +224,61 @@ def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch: pytest.Mo
     for thread in started:
         thread.join(30)
         assert not thread.is_alive()
+
+
+class Payload:
+    """Something that a weak reference can be made of."""
+
+
+def test_a_rejected_item_goes_at_once() -> None:
+    """Its future and its item know each other: under overload many would wait for the garbage collector."""
+    gate = Gated()
+    b = Batcher(gate, max_batch_size=1, max_queue=1, when_full="reject")
+    under_way = b.submit(Payload())
+    assert gate.entered.acquire(timeout=30)
+    waiting, refused = b.submit(Payload()), Payload()
+    gone = weakref.ref(refused)
+    gc.disable()
+    try:
+        with pytest.raises(RejectedError):
+            b.submit(refused)
+        del refused
+        assert gone() is None
+    finally:
+        gc.enable()
+        gate.gate.release(2)
+    assert under_way.result(30) is not None and waiting.result(30) is not None
+    b.close()
+
+
+def test_a_stream_that_is_over_goes_at_once() -> None:
+    def counted(items: list[int]) -> Iterator[list[Any]]:
+        yield [Payload() for _ in items]
+
+    b = Batcher(counted)
+    stream = b.submit(1)
+    (output,) = stream.result(30)
+    b.close()
+    gone = weakref.ref(output)
+    gc.disable()
+    try:
+        del output, stream
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_who_waits_for_an_item_is_remembered_while_it_waits() -> None:
+    """A strategy whose calls are full without it never asks who is waited for."""
+    gate = Gated()
+    b = Batcher(gate, strategy=Dynamic(), max_batch_size=1)
+    futures = [b.submit(i) for i in range(6)]
+    state = b._pool.core.state
+    for future in futures[1:]:
+        assert gate.entered.acquire(timeout=30)
+        _press_for(future, b._pool)
+        assert [item.payload for item in state.wanted] == [future.item.payload]
+        gate.gate.release()
+    gate.gate.release()
+    assert [future.result(30) for future in futures] == list(range(6))
+    b.close()

@@ -135,8 +135,13 @@ def test_a_model_that_needs_padding_is_refused() -> None:
 def test_a_model_whose_positions_begin_nowhere_that_it_says_is_refused() -> None:
     model = roberta()
     model.config.pad_token_id = 59
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before = model(ids).last_hidden_state
     with pytest.raises(UnsupportedModelError, match="RobertaModel gives other results without padding"):
         PackedEncoder(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids).last_hidden_state, before), "it is as it was"
 
 
 def test_attention_that_never_comes_is_noticed() -> None:

@@ -239,6 +239,7 @@ async def test_what_is_not_here_is_404() -> None:
         other = await client.get("/v1/completions")
         assert other.status_code == 405
         assert other.json()["error"]["message"] == "GET /v1/completions: this path takes POST"
+        assert other.json()["error"]["code"] == "method_not_allowed"
 
 
 async def test_models() -> None:

@@ -1,9 +1,9 @@
 """Memory-bounded calls: bytes for each unit of cost are learned, and no call is made that would not fit.
 
 Wraps another strategy. After each call whose peak was measured, ``bytes = m0 + m1·cost`` is fitted (non-negative, relative least
-squares), and what the inner
-strategy decides is cut where 1.1 times that would exceed ``limit_bytes``. Running out of memory all the same halves the
-call and lowers ``effective_limits``; that is the core's business (:mod:`runtime.shared.ceilings`) and needs no measuring.
+squares), and what the inner strategy decides is cut where 1.1 times that would exceed ``limit_bytes``. Running out of memory
+all the same halves the call and lowers ``effective_limits``; that is the core's business (:mod:`runtime.shared.ceilings`) and
+needs no measuring.
 """
 
 from __future__ import annotations
