@@ -69,8 +69,6 @@ UNRELIABLE = 0.3  # mean relative error of predictions that say nothing of the r
 # Chosen on the loads of benchmarks.vllm_live in virtual time, on M9 and M5 with stalls, seeds 1 and 2, and on the busy host.
 
 SCATTER = 0.01  # half of how much the TPOT of requests scatters about the target of their steps, relative
-# the same on the step times of a slower CPU and with more noise; on tests/unit/test_no_less_than_the_start.py, where 64 does harm
-FIRST = 96  # prompt tokens of the first step beside decodes, before anything is known of such steps
 
 # Chosen on benchmarks.classes, A100 and H200, seeds 1 to 6.
 
@@ -106,6 +104,7 @@ HURRY = 0.5  # of the tightest TTFT: who has less left is
 
 # Not tuned: windows, and bounds on what is said without proof.
 
+FIRST = 256  # prompt tokens of the first step beside decodes, before anything is known of such steps
 WINDOW = 256  # requests, and steps, that statistics are of
 MEMORY = 0.02  # weight of the newest step in shares and means
 SAMPLE = 16  # lengths that stand for all of the latest ones

@@ -1,13 +1,12 @@
 """How many tokens each step may hold: what the tightest target of the decoding requests leaves for prompts.
 
 Formula. With t(D, C, P) the learned time of a step of D decodes reading C tokens beside P prompt tokens, b the mean of
-actual/predicted and m its 90% quantile: the largest P with b·t(D, C, P) ≤ a, where a = τ + ½·(slack − τ) shares out what the
-tightest decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts would then miss their
-TTFT: then a = τ. τ is the TPOT target times b/m, at most 1, if decodes alone fit that: nine steps of ten are within the target
-then. A request may end with any step, and by the mean half of them would just miss. For an ITL target, m·t ≤ that target as well.
-Where an E2E target asks for shorter steps than any TPOT does, ``token_budget`` is chosen for it (:mod:`.step_size`), and only
-TPOT and ITL hold a step; until then a = τ. Targets that no step is short enough for do not count. D + P is rounded down to whole
-tiles (:mod:`autotune.control.controllers.parts.tiles`).
+actual/predicted, m its 90% quantile and τ the TPOT target: the largest P with b·t(D, C, P) ≤ a, where a = τ + ½·(slack − τ)
+shares out what the tightest decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts
+would then miss their TTFT: then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is
+what it needs in reserve; a gap is a single step.) Where an E2E target asks for shorter steps than any TPOT does,
+``token_budget`` is chosen for it (:mod:`.step_size`), and only TPOT and ITL hold a step; until then a = τ. Targets that no step
+is short enough for do not count. D + P is rounded down to whole tiles (:mod:`autotune.control.controllers.parts.tiles`).
 
 Where all prompts have longer than the tightest TTFT, as those of batch beside chat, a is at most τ/2, if such steps compute
 nearly as many prompt tokens a second: who comes next may have no more time than that, and waits for the step in flight.
@@ -122,11 +121,10 @@ class StepBudget:
             return min(top, whole_tiles(decodes + self._first.tokens, decodes, self.tile))
         for_e2e = math.inf if self.by_ceiling else self._targets.step_time_for_e2e(self._traffic.outputs)
         tightest, gap = view.step_time_target, self._targets.gap
-        # of those that decode now; where the view does not say, of all classes
-        bound = min(tightest, gap, for_e2e) if tightest < math.inf else min(self._targets.step, for_e2e)
-        target, reserve = bound * self._gain.value, min(1.0, learned.bias / learned.margin)
-        if self._seconds(view, 0) <= reserve * target:
-            target *= reserve
+        if tightest < math.inf:  # of those that decode now
+            target = min(tightest, gap, for_e2e) * self._gain.value
+        else:  # the view does not say: of all classes
+            target = min(self._targets.step, for_e2e) * self._gain.value
         longest = gap * learned.bias / learned.margin
         slack, allowed = view.decode_slack, target
         if target < slack < math.inf and tightest <= for_e2e and not self.prefill_quantum:
@@ -149,7 +147,7 @@ class StepBudget:
             return top
         prefill = self._most_prefill(view, allowed)
         sure = learned.unsteady <= 1 and learned.model.error <= constants.UNRELIABLE
-        if prefill < 1 and sure and self._seconds(view, 0) <= bound * max(1.0, self._gain.value):
+        if prefill < 1 and sure and self._seconds(view, 0) <= target / min(1.0, self._gain.value):
             # Decodes alone are within the target, but beside a prompt no step is, or who is behind does not catch up.
             seconds = self._seconds(view, constants.STARVED)
             if self._late_in(view, constants.STARVED, seconds, constants.HURRY):
